@@ -28,6 +28,7 @@ OWN_SERVER = (
     *("test_tier_faults_server.py", "test_selector_server.py", "test_doctor_server.py", "test_package.py"),
     *("test_replicas_server.py", "test_fuzz_server.py", "test_schema_server.py", "test_pair_server.py"),
     *("test_gateway_server.py", "test_fleet_server.py", "test_connections_server.py", "test_events_server.py"),
+    "test_images_server.py",
 )
 # These share the server of a trained model.
 TRAINED_SERVER = ("test_quality_server.py", "test_serving_client.py", "test_verify_server.py")

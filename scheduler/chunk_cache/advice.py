@@ -71,6 +71,7 @@ ADVICE: Mapping[str, tuple[Level, str]] = MappingProxyType(
             _MEND,
             "put chunks that are often new in front of others, raise --chunked-prefill-size, or take another method",
         ),
+        "images": (_ASKED, "choose near or another method that chooses before the forward for prompts with images"),
         "short_answer": (_ASKED, "nothing to do; leave out keep_tokens where answers are that short"),
         "generation_limit": (_MEND, "warm the chunks so that they are stored exactly, or raise max_generation"),
         "prompt_end": (_ASKED, "put the question behind the last chunk: a prompt's last token is always computed"),

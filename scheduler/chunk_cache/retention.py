@@ -153,11 +153,10 @@ class Retention:
         source = None if keep.fixed is None else self.index.get(keep.fixed)
         if statistics is None and source is not None and source.statistics is not None:
             statistics = source.statistics.behind(len(prompt.context(keep.chunk)), num_pieces(prompt.system))
-        start, end = prompt.options.spans[keep.chunk]
         return self.index.add(
             prompt.keys[keep.chunk],
-            length=end - start,
-            start=start,
+            length=prompt.length(keep.chunk),
+            start=prompt.rope_start(keep.chunk),
             generation=keep.generation,
             context=prompt.context(keep.chunk),
             prompt_keys=prompt.all_pieces,
@@ -192,7 +191,7 @@ class Retention:
     def _is_wanted(self, prompt: ChunkPrompt, chunk: int, generation: int, *, is_prepared: bool = False) -> bool:
         return self.index.wants(
             prompt.keys[chunk],
-            start=prompt.options.spans[chunk][0],
+            start=prompt.rope_start(chunk),
             generation=generation,
             context=prompt.context(chunk),
             system=prompt.system,

@@ -62,6 +62,7 @@ REASONS: Mapping[str, str] = MappingProxyType(
         "too_many_rows": "The method begins with more rows than a step may have (--max-prefill-tokens); near chose.",
         "question_in_parts": "What follows the reused chunks takes several steps, so that the question, by which the "
         "method chooses, comes too late (--chunked-prefill-size); near chose.",
+        "images": "The prompt has images, beside which a method chooses before the forward only; near chose.",
         "short_answer": "The answer ended before decoding over a part of the prompt (keep_tokens) began.",
         "other_system": "The chunk is stored behind another system prompt or other text between chunks only.",
         "generation_limit": "Only variants derived from too many approximate ones are stored.",

@@ -16,8 +16,9 @@ if TYPE_CHECKING:
 def stand_at(batch: ForwardBatch, positions: torch.Tensor) -> None:
     """Has the tokens of a batch stand at `positions`, `[num_tokens]` int64, which stays as it is.
 
-    With multimodal rope a token keeps how far its three coordinates are from its position: nothing in a text. The batch
-    gets a copy of `positions`: some models add to what they are given (Gemma 3 counts from 1).
+    With multimodal rope a token keeps how far its three coordinates are from its position: in a text not at all, behind
+    images by as much as they have more tokens than positions. The batch gets a copy of `positions`: some models add to
+    what they are given (Gemma 3 counts from 1).
     """
     if batch.mrope_positions is not None:
         batch.mrope_positions = batch.mrope_positions + (positions - batch.positions)

@@ -117,8 +117,11 @@ class ChunkServingChat(OpenAIServingChat):
         converting = copy.copy(self)
         converting.rendering = rendering
         adapted, request = super(ChunkServingChat, converting)._convert_to_internal_request(request, raw_request)
-        if adapted.input_ids is None:  # the processor of images makes other ids than those that were encoded
-            rendering.encoded = None
+        if adapted.input_ids is None and rendering.encoded is not None:
+            if manager.model_config.model_is_mrope and _has_images_only(adapted, request):
+                adapted.text, adapted.input_ids = None, rendering.encoded.ids
+            else:  # the processor makes other ids than those that were encoded
+                rendering.encoded = None
         exchange.marks.drop_foreign("the chat template leaves it out", but=rendering.found)
         if rendering.encoded is not None:
             _give_spans(adapted, rendering.encoded, manager, exchange.asked.path)
@@ -224,6 +227,12 @@ class ChunkServingChat(OpenAIServingChat):
     def _generate_chat_stream(self, adapted_request: Any, request: Any, raw_request: Any) -> AsyncIterator[str]:
         events = super()._generate_chat_stream(adapted_request, request, raw_request)
         return sglext.end_with_reply(events, Exchange.of(raw_request).replies, "chat.completion.chunk", request)
+
+
+def _has_images_only(adapted: Any, request: Any) -> bool:
+    """Whether a chat has images and nothing else beside its text, which is all in what was rendered."""
+    others = (adapted.video_data, adapted.audio_data, request.continue_final_message)
+    return bool(adapted.image_data) and not any(others)
 
 
 def ignore_marks(exchange: Exchange) -> None:

@@ -242,7 +242,7 @@ class ChunkScheduler(Scheduler):
 
 def _wanted(chunks: ChunkRuntime, req: Req) -> list[Wanted]:
     state = state_of(req)
-    if state is None or state.prompt.unsupported:
+    if state is None or chunks.manager.is_unsupported(state.prompt):
         return []
     prompt, decision = state.prompt, state.verification.decision
     if decision is not None and decision.step is None:

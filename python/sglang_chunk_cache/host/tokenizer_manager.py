@@ -18,10 +18,12 @@ from sglang.srt.managers.tokenizer_manager import TokenizerManager, print_except
 from sglang.srt.runtime_context import get_parallel
 from sglang.utils import TypeBasedDispatcher
 
+from chunk_cache.options.request_options import dumps, loads
 from chunk_cache.prompt.chunk_cache_fields import KEY
 from sglang_chunk_cache.admin.administration import Admin
 from sglang_chunk_cache.admin.scheduler_side import ChunkCacheAdminReply
 from sglang_chunk_cache.api.exchange import Exchange
+from sglang_chunk_cache.api.image_marks import placed_beside_images
 from sglang_chunk_cache.api.prepare import may_get_reply, note_own, prepare
 from sglang_chunk_cache.flags.server_args import attached, set_args
 from sglang_chunk_cache.host.disaggregation import own_fields
@@ -57,6 +59,26 @@ class ChunkTokenizerManager(TokenizerManager):
         outputs = super().generate_request(obj, request)
         is_noted = request is not None and may_get_reply(obj, args)
         return Exchange.of(request).noting(outputs) if is_noted else outputs
+
+    def _create_tokenized_object(
+        self,
+        obj: Any,
+        input_text: Any,
+        input_ids: Any,
+        input_embeds: Any = None,
+        mm_inputs: Any = None,
+        token_type_ids: Any = None,
+    ) -> Any:
+        """The image processor has put in the tokens of images, so chunks stand elsewhere than they were marked."""
+        tokenized = super()._create_tokenized_object(
+            obj, input_text, input_ids, input_embeds, mm_inputs, token_type_ids
+        )
+        params = tokenized.sampling_params.custom_params
+        if mm_inputs is not None and obj.input_ids is not None and isinstance(params, dict) and KEY in params:
+            path = f"sampling_params.custom_params.{KEY}"
+            opts = placed_beside_images(loads(params[KEY]), obj.input_ids, tokenized.input_ids, mm_inputs, path)
+            tokenized.sampling_params.custom_params = {**params, KEY: dumps(opts)}
+        return tokenized
 
     async def _send_one_request(self, tokenized_obj: Any) -> None:
         await super()._send_one_request(tokenized_obj)

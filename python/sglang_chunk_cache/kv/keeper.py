@@ -198,7 +198,7 @@ class ChunkKeeper:
 
     def _remember_exact(self, req: Req, state: Computed, up_to: int, is_last: bool) -> None:
         prompt, row = state.prompt, req.kv.req_pool_idx
-        if row in self._remembered or not prompt.keys or prompt.unsupported:
+        if row in self._remembered or not prompt.keys or self._manager.is_unsupported(prompt):
             return
         in_tree = min(up_to, req.kv.cache_protected_len)
         last_end = prompt.options.spans[-1][1]
@@ -233,7 +233,8 @@ class ChunkKeeper:
         if keep.is_prepared:
             self._metrics.count_maintenance("prepared")
         # Not of a LoRA adapter: it may be gone when the server is idle, and no client's request holds it then.
-        elif keep.generation and req.lora_id is None:
+        # Nor of images: a refresh has token ids only.
+        elif keep.generation and req.lora_id is None and not state.prompt.has_images_up_to(keep.chunk):
             spans = state.prompt.options.spans[: keep.chunk + 1]
             self._refresh.note(variant, Origin(req.origin_input_ids[: spans[-1][1]], spans, state.prompt.partition))
 

@@ -86,7 +86,7 @@ class VariantStore:
         """Leading tokens of the chunk whose KV is still in the tree and of use (`usable_len`)."""
         if self.transitions is not None and variant.variant_id not in self.transitions:
             return 0
-        start = _start_in_path(variant)
+        start = variant.path_start
         available = self._available_len(variant, start + variant.length)
         return usable_len(max(0, min(available - start, variant.length)), variant.length)
 
@@ -102,7 +102,7 @@ class VariantStore:
 
     def path_slots(self, variants: Sequence[Variant]) -> tuple[torch.Tensor, list[int]]:
         """KV slots of the path that variants of one node lie in, as above, and where in it each begins."""
-        return self._tree.path_device_indices(self.node_id(variants[0])), [_start_in_path(one) for one in variants]
+        return self._tree.path_device_indices(self.node_id(variants[0])), [one.path_start for one in variants]
 
     def lock(self, variant: Variant) -> Any:
         """Keeps the variant from eviction until `unlock`; `resolve` came before."""
@@ -120,7 +120,7 @@ class VariantStore:
         """Locks a chunk but not what lies behind it in its path, in whole pages; `resolve` came before."""
         if self.transitions is not None:
             return self._lock(self.node_id(variant))  # matches end where a state is
-        end = _start_in_path(variant) + self.resolve(variant)
+        end = variant.path_start + self.resolve(variant)
         page_size = self._tree.page_size
         match = UnifiedRadixCache.match_prefix(
             self._tree, MatchPrefixParams(key=self._radix_key(variant, -(-end // page_size) * page_size))
@@ -151,7 +151,7 @@ class VariantStore:
             self._tree.touch_prefix(self._radix_key(variant))
             return
         # Inserting what is there stores nothing and raises priorities; by `prev_prefix_len` nothing is freed either.
-        end = _start_in_path(variant) + self.resolve(variant)
+        end = variant.path_start + self.resolve(variant)
         slots = self._tree.path_device_indices(self.node_id(variant))[:end]
         key = self._radix_key(variant, len(slots))
         UnifiedRadixCache.insert(
@@ -269,7 +269,7 @@ class VariantStore:
             if matched == len(key) // page_size * page_size:
                 matched = len(key)  # the hint also knows the rest of the last page
             covered_len = self.resolve(variant)
-            assert covered_len <= max(0, matched - _start_in_path(variant)), (variant, covered_len, matched)
+            assert covered_len <= max(0, matched - variant.path_start), (variant, covered_len, matched)
 
     def _available_len(self, variant: Variant, wanted: int) -> int:
         seen = _seen(variant)
@@ -305,7 +305,3 @@ def _seen(variant: Variant) -> _Seen:
     seen = variant.holder.seen
     assert isinstance(seen, _Seen), f"{variant} is not in this store"
     return seen
-
-
-def _start_in_path(variant: Variant) -> int:
-    return variant.start if isinstance(variant.holder, PathTokens) else 0

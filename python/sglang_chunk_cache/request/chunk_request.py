@@ -26,6 +26,7 @@ from chunk_cache.plan.recompute_plan import RecomputePlan, lead_end
 from chunk_cache.plan.selector_answer import SelectorAnswer
 from chunk_cache.prompt.chunk_prompt import ChunkPrompt
 from sglang_chunk_cache.kv.packing import Packing
+from sglang_chunk_cache.request.request_images import cuts_image, image_spans, rope_starts_of
 
 if TYPE_CHECKING:
     from chunk_cache.gate.controller import Decision
@@ -208,7 +209,8 @@ def discover(req: Any, discoverer: Discoverer) -> None:
         return
     state = state_of(req)
     options = RequestOptions() if state is None else state.options
-    if options.mode != "auto" or req.session is not None or not _is_supported(req):
+    # What is found beside images may begin or end within one.
+    if options.mode != "auto" or req.session is not None or req.multimodal_inputs is not None or not _is_supported(req):
         return
     partition, ids = Partition(req.extra_key, req.cache_salt), req.origin_input_ids
     if options.spans:
@@ -241,10 +243,13 @@ def _prompt_of(req: Any, options: RequestOptions) -> ChunkPrompt:
     ids = req.origin_input_ids
     # The tokenizer process checked the spans against the prompt; a prompt that was cut afterwards is served exactly.
     is_whole = len(ids) >= len(req.origin_input_ids_unpadded)
-    fits = is_whole and all(end <= len(ids) for _, end in options.spans)
+    images = image_spans(req)
+    fits = is_whole and all(end <= len(ids) for _, end in options.spans) and not cuts_image(options.spans, images or ())
     if not fits:
         options = options.with_spans(())
-    return ChunkPrompt.of(options, ids, partition, unsupported=not (fits and _is_supported(req)))
+    if images is None or not (fits and _is_supported(req)):
+        return ChunkPrompt.of(options, ids, partition, unsupported=True)
+    return ChunkPrompt.of(options, ids, partition, images=images, rope_starts=rope_starts_of(req, options.spans))
 
 
 def _as_turn(req: Any, options: RequestOptions | None) -> RequestOptions | None:
@@ -263,9 +268,4 @@ def _as_turn(req: Any, options: RequestOptions | None) -> RequestOptions | None:
 
 def _is_supported(req: Any) -> bool:
     # Inputs whose KV does not follow from the token ids alone, and experts, which SGLang keeps by slot.
-    return (
-        req.input_embeds is None
-        and req.positional_embed_overrides is None
-        and req.multimodal_inputs is None
-        and not req.return_routed_experts
-    )
+    return req.input_embeds is None and req.positional_embed_overrides is None and not req.return_routed_experts

@@ -12,6 +12,8 @@ from sglang_chunk_cache.flags.server_args import refuse
 from sglang_chunk_cache.kv.state_models import has_states
 
 SEES_IMAGES_BOTH_WAYS = {"Gemma3ForConditionalGeneration"}
+REUSES_IMAGES = {"Qwen2_5_VLForConditionalGeneration", "Qwen3VLForConditionalGeneration"}
+"""Classes with which images were tried; with others a prompt that has some is computed exactly."""
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "dynamic", "longrope")
 
 

@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from sglang.srt.runtime_context import get_parallel, get_serving
+from sglang.srt.runtime_context import get_parallel, get_serving, get_spec
 
 from chunk_cache.events.event_log import POOL
 from chunk_cache.index.quota import Shares
@@ -44,6 +44,7 @@ from sglang_chunk_cache.kv.state_layers import StateLayers, find_state_layers
 from sglang_chunk_cache.kv.store import VariantStore
 from sglang_chunk_cache.kv.stored_variant import TierError
 from sglang_chunk_cache.request.reply import whole_reason
+from sglang_chunk_cache.start.model_refusals import REUSES_IMAGES
 from sglang_chunk_cache.start.pool_check import check_pool, check_scales
 from sglang_chunk_cache.start.window_check import check_windows
 from sglang_chunk_cache.telemetry.chunk_metrics import ChunkMetrics
@@ -201,6 +202,8 @@ def create_runtime(cache: Any, args: ChunkCacheArgs, ctx: TreeCacheBuildContext)
         step_len=step_len(),
         words=QuestionWords.of(ctx.tp_worker.tokenizer, model_runner.model_config.vocab_size),
         has_states=states is not None,
+        reuses_images=get_spec().speculative_algorithm is None
+        and not REUSES_IMAGES.isdisjoint(model_runner.model_config.hf_config.architectures),
     )
     if states is not None:
         store.transitions = TransitionStore(

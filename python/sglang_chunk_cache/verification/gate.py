@@ -95,7 +95,9 @@ class Gate:
         self._metrics.set_step(partition, decision.number)
 
     def admit(self, rid: str, prompt: array[int], state: ChunkRequest, plan: RecomputePlan) -> None:
-        """A request was admitted that brings chunks in."""
+        """A request was admitted that brings chunks in; one with images is not verified, which has token ids only."""
+        if state.prompt.images:
+            return
         decision = state.verification.decision
         state.verification.candidate = self.queue.choose(
             rid,

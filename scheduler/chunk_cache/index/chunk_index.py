@@ -26,7 +26,17 @@ from chunk_cache.index.lookup import NOTHING, Lookup, Resolve, best_of
 from chunk_cache.index.need import Need
 from chunk_cache.index.observer import Observer
 from chunk_cache.index.peers import behind, find_same, is_superseded
-from chunk_cache.index.variant import Home, PathHome, PathTokens, Rank, Variant, check_home, holder_of, rank_of
+from chunk_cache.index.variant import (
+    Home,
+    PathHome,
+    PathTokens,
+    Rank,
+    Variant,
+    check_home,
+    holder_of,
+    path_start_of,
+    rank_of,
+)
 from chunk_cache.index.variant_table import VariantTable
 from chunk_cache.index.victims import AGEING, victim_order
 from chunk_cache.keys import partition_key
@@ -215,6 +225,7 @@ class ChunkIndex:
             prompt_keys,
             len(context),
             holder_of(home),
+            path_start_of(home),
             statistics=statistics,
             is_prepared=is_prepared,
             system=system,
@@ -310,7 +321,7 @@ class ChunkIndex:
             return
         assert holder.partition == variant.holder.partition, f"{variant} moves to another partition"
         self.version += 1
-        self._table.move(variant, holder)
+        self._table.move(variant, holder, path_start_of(home))
         # after entering: the new path is then the most recently used and fits, so it is never the one that goes
         self._shrink_paths(0, partition_key(holder.partition))
 

@@ -40,7 +40,7 @@ class PathTokens:
 
 @dataclass(frozen=True, slots=True)
 class PathHome:
-    """The chunk lies at ``path.tokens[start:start + length]``; `start` is also its rotary position."""
+    """The chunk lies at ``path.tokens[start:start + length]``."""
 
     path: PathTokens
     start: int
@@ -72,14 +72,20 @@ def holder_of(home: Home) -> PathTokens | NodeHome:
     return home.path if isinstance(home, PathHome) else home
 
 
+def path_start_of(home: Home) -> int:
+    """Where in its path a home begins; 0 without a path."""
+    return home.start if isinstance(home, PathHome) else 0
+
+
 def check_home(home: Home, length: int, start: int, generation: int) -> None:
     """Asserts that a variant that was computed so can live in `home`."""
     assert length > 0, f"a chunk of {length} tokens"
     assert min(start, generation) >= 0, f"start {start}, generation {generation}"
     if isinstance(home, PathHome):
         assert generation == 0, f"a path holds exact KV only, not generation {generation}"
-        assert home.start == start, f"at {home.start} in its path, but computed at {start}"
-        assert start + length <= len(home.path), f"[{start}, {start + length}) is outside {home.path}"
+        # Images take fewer positions than tokens.
+        assert start <= home.start, f"at {home.start} in its path, but computed at position {start}"
+        assert home.start + length <= len(home.path), f"{home.start} + {length} is outside {home.path}"
     else:
         assert len(home.node_key) >= length, f"{home} is shorter than the chunk's {length} tokens"
 
@@ -133,7 +139,9 @@ class Variant:
     num_before: int
     """How many of them stood in front of it."""
     holder: PathTokens | NodeHome
-    """What keeps its KV; in a path it lies at `start`."""
+    """What keeps its KV; in a path it lies at `path_start`."""
+    path_start: int = 0
+    """The first token's place in its path, which is behind `start` where images stand in front; 0 without a path."""
     num_uses: int = 0
     last_use: int = 0
     """The index's logical clock at the last use; larger is more recent."""
@@ -150,14 +158,14 @@ class Variant:
     def home(self) -> Home:
         """Where its KV lies."""
         holder = self.holder
-        return PathHome(holder, self.start) if isinstance(holder, PathTokens) else holder
+        return PathHome(holder, self.path_start) if isinstance(holder, PathTokens) else holder
 
     @property
     def token_ids(self) -> array[int]:
         """Token ids of the chunk, from where its KV lies."""
         holder = self.holder
         if isinstance(holder, PathTokens):
-            return holder.tokens[self.start : self.start + self.length]
+            return holder.tokens[self.path_start : self.path_start + self.length]
         return holder.node_key[: self.length]
 
     @property

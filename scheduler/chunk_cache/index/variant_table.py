@@ -98,10 +98,10 @@ class VariantTable:
         variant.reuse_frequency += weight
         self.refresh(variant)
 
-    def move(self, variant: Variant, holder: PathTokens | NodeHome) -> None:
+    def move(self, variant: Variant, holder: PathTokens | NodeHome, path_start: int) -> None:
         """The path that it enters becomes the most recently used."""
         self._leave_home(variant)
-        variant.holder = holder
+        variant.holder, variant.path_start = holder, path_start
         self._enter_home(variant)
 
     def note_gone(self, key: bytes, reason: str) -> None:

@@ -23,8 +23,10 @@ from chunk_cache.methods.fixed import Seams
 from chunk_cache.methods.method_options import DRIFT, FOCUS_WINDOW, SHIFT
 from chunk_cache.options.request_options import EXACT_MODES, RequestOptions
 from chunk_cache.plan.chunk_plan import ChunkPlan
+from chunk_cache.plan.image_spans import end_outside, num_within
 from chunk_cache.plan.recompute_plan import RecomputePlan, lead_end
 from chunk_cache.plan.row_plan import choose_rows
+from chunk_cache.plan.selection_plan import is_selecting
 from chunk_cache.types import Span, Status
 
 
@@ -50,6 +52,8 @@ def make_plan(
     step_len: int | None = None,
     seam_len: int = 0,
     has_states: bool = False,
+    rope_starts: Sequence[int] | None = None,
+    images: Sequence[Span] = (),
 ) -> RecomputePlan:
     """Decide what happens to every token of one prompt.
 
@@ -78,6 +82,8 @@ def make_plan(
         seam_len: as of `AllReused`.
         has_states: the model keeps states, which are known behind a chunk and not within: it is reused whole, behind
             its seam, or not at all.
+        rope_starts: rotary position of the first token of each span; None = where it stands in the prompt.
+        images: of the prompt; no span cuts one.
     """
     num_chunks = len(opts.spans)
     assert num_chunks == len(lookups) == len(chunk_keys), f"{num_chunks} spans, {len(lookups)} lookups"
@@ -93,6 +99,8 @@ def make_plan(
     stood_in_for = None
     if selector_reason is not None and 0.0 < ratio < 1.0:
         stood_in_for, method, opts = selector_reason, *_stand_in(opts)
+    if images and 0.0 < ratio < 1.0 and is_selecting(method, opts.options):
+        stood_in_for, method, opts = "images", *_stand_in(opts, drops=(FOCUS_WINDOW.name, DRIFT.name))
     budget_alpha = method.alpha_of(opts.options, opts.ratio, alpha)
     scale = budget_alpha or alpha or 1.0
     if opts.names_method:
@@ -109,17 +117,27 @@ def make_plan(
         max_unit_cfo=math.inf if max_cfo is None else max_cfo / max(scale, alpha or 1.0),
         is_shifted=bool(opts.option(SHIFT.name, SHIFT.default)),
         statistic=method.statistic,
+        images=images,
     )
+    starts = [start for start, _ in opts.spans] if rope_starts is None else rope_starts
     chunks = [
-        _plan_chunk(span, lookup, ranking, rules)
-        for span, lookup, ranking in zip(opts.spans, lookups, rankings, strict=True)
+        _plan_chunk(span, start, lookup, ranking, rules)
+        for span, start, lookup, ranking in zip(opts.spans, starts, lookups, rankings, strict=True)
     ]
     is_cut = [
         lookup is not None and span[0] + lookup.covered_len > limit
         for span, lookup in zip(opts.spans, lookups, strict=True)
     ]
     load_end = _round_load(
-        chunks, prefix_len, page_size, max(1, min_reuse_len), is_cut, limit_reason, limit if has_states else None
+        chunks,
+        prefix_len,
+        page_size,
+        max(1, min_reuse_len),
+        is_cut,
+        limit_reason,
+        limit,
+        is_whole=has_states,
+        images=images,
     )
     if method.statistic is not None:
         chunks = [_note_ranking(chunk, one, method.statistic) for chunk, one in zip(chunks, rankings, strict=True)]
@@ -128,7 +146,8 @@ def make_plan(
     if budget_alpha is not None:
         budgets = [_budget(chunk, ratio) for chunk in chunks]
     elif num_tokens is not None:
-        budgets = [min(1.0, num_tokens / max(1, chunk.num_reused)) for chunk in chunks]
+        text_lens = [chunk.num_reused - num_within(chunk.dst_start, chunk.dst_end, images) for chunk in chunks]
+        budgets = [min(1.0, num_tokens / max(1, text_len)) for text_len in text_lens]
     choose = partial(
         choose_rows,
         chunks,
@@ -140,6 +159,7 @@ def make_plan(
         prompt_len=prompt_len,
         budgets=budgets,
         seam_len=seam_len,
+        images=images,
     )
     chosen = choose(method=method, opts=opts)
     if chosen.selection is not None:
@@ -171,6 +191,7 @@ def make_plan(
         fallback_reason=_fallback_reason(opts.mode, chunks, num_reused) or (stood_in_for if num_reused else None),
         selection=chosen.selection,
         num_late_rows=chosen.num_late_rows,
+        images=tuple(images),
     )
 
 
@@ -246,9 +267,12 @@ class _Rules:
     max_unit_cfo: float
     is_shifted: bool
     statistic: str | None
+    images: Sequence[Span]
 
 
-def _plan_chunk(span: Span, lookup: Lookup | None, ranking: Ranking | None, rules: _Rules) -> ChunkPlan:
+def _plan_chunk(
+    span: Span, rope_start: int, lookup: Lookup | None, ranking: Ranking | None, rules: _Rules
+) -> ChunkPlan:
     """One chunk by itself, before the load is rounded to pages."""
     (start, end), mode, prefix_len, limit = span, rules.mode, rules.prefix_len, rules.limit
     if end <= prefix_len:
@@ -263,7 +287,8 @@ def _plan_chunk(span: Span, lookup: Lookup | None, ranking: Ranking | None, rule
         status = Status.SKIPPED if lookup.reason == "generation_limit" else Status.MISS
         return _without_load(start, end, status, lookup.reason)
     assert lookup.covered_len <= end - start == variant.length, f"{variant} for the chunk [{start}, {end})"
-    stored_end = start + lookup.covered_len
+    stored_end = end_outside(start + lookup.covered_len, rules.images)
+    limit = end_outside(limit, rules.images)
     dst_start = max(start, prefix_len)
     if stored_end <= dst_start:
         return _without_load(start, end, Status.MISS, "not_stored")  # all that is stored lies in the exact prefix
@@ -282,7 +307,7 @@ def _plan_chunk(span: Span, lookup: Lookup | None, ranking: Ranking | None, rule
         num_reused=min(stored_end, limit) - dst_start,
         generation=variant.generation,
         kind=variant.kind,
-        shift=(start - variant.start) if rules.is_shifted else 0,
+        shift=(rope_start - variant.start) if rules.is_shifted else 0,
         cfo=None if unit_cfo is None else rules.alpha * unit_cfo,
         unit_cfo=unit_cfo,
         other_system=None if lookup.other_system is None else rules.alpha * lookup.other_system,
@@ -298,7 +323,10 @@ def _round_load(
     min_reuse_len: int,
     is_cut: Sequence[bool],
     limit_reason: str,
-    whole_below: int | None = None,
+    limit: int,
+    *,
+    is_whole: bool,
+    images: Sequence[Span],
 ) -> int:
     """Cut the hits to whole pages, in place, and return the end of the load.
 
@@ -306,31 +334,35 @@ def _round_load(
     middle keep their length, since the gaps between them are computed rows. `is_cut` says whether the limit already
     cut chunk i, which is then the reason for what is missing.
 
-    Where chunks are reused `whole_below` a position or not at all, none is cut: the last page is filled up with rows.
+    Where chunks are reused whole or not at all (`is_whole`), none is cut: the last page is filled up with rows. So is
+    one that ends within an image.
     """
     load_end = prefix_len
     for i in range(len(chunks) - 1, -1, -1):
         chunk = chunks[i]
         if not chunk.num_reused:
             continue
-        dst_end = chunk.dst_end
-        if whole_below is not None:
-            page_end = -(-dst_end // page_size) * page_size if load_end == prefix_len else dst_end
-            is_whole = (chunk.dst_start, dst_end) == (chunk.start, chunk.end) and page_end <= whole_below
-            if not is_whole or dst_end - chunk.start < min_reuse_len:
-                reason = "too_short" if is_whole else limit_reason if is_cut[i] or page_end > whole_below else "cut"
+        dst_end = page_end = chunk.dst_end
+        is_last = load_end == prefix_len  # nothing behind it is brought in
+        if is_last:
+            page_end = -(-dst_end // page_size) * page_size
+        if is_whole:
+            fits = (chunk.dst_start, dst_end) == (chunk.start, chunk.end) and page_end <= limit
+            if not fits or dst_end - chunk.start < min_reuse_len:
+                reason = "too_short" if fits else limit_reason if is_cut[i] or page_end > limit else "cut"
                 chunks[i] = _without_load(chunk.start, chunk.end, Status.SKIPPED, reason)
                 continue
             load_end = max(load_end, page_end)
             continue
-        if load_end == prefix_len:  # nothing behind it is brought in
-            dst_end -= dst_end % page_size
+        end = end_outside(dst_end, images, page_size)
+        if is_last and (end == dst_end - dst_end % page_size or page_end > limit):
+            dst_end = page_end = end
         if dst_end - chunk.dst_start < min_reuse_len:
             reason = limit_reason if is_cut[i] else "too_short"
             chunks[i] = _without_load(chunk.start, chunk.end, Status.SKIPPED, reason)
             continue
         chunks[i] = replace(chunk, num_reused=dst_end - chunk.dst_start) if dst_end != chunk.dst_end else chunk
-        load_end = max(load_end, dst_end)
+        load_end = max(load_end, page_end)
     return load_end
 
 

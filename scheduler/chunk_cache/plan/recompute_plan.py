@@ -24,8 +24,9 @@ import numpy as np
 
 from chunk_cache.methods import Rows, Stage
 from chunk_cache.plan.chunk_plan import ChunkPlan
+from chunk_cache.plan.image_spans import num_within
 from chunk_cache.plan.selection_plan import Selection
-from chunk_cache.types import Status
+from chunk_cache.types import Span, Status
 
 Reply: TypeAlias = dict[str, object]
 
@@ -54,6 +55,8 @@ class RecomputePlan:
     """What the forward itself must choose or drop; None = `row_positions` are all there is."""
     num_late_rows: int = 0
     """Rows in the load that the forward adds once the question has found them."""
+    images: tuple[Span, ...] = ()
+    """Images of the prompt, ascending."""
 
     @property
     def num_load_rows(self) -> int:
@@ -104,6 +107,7 @@ class RecomputePlan:
         """
         reply: Reply = {
             **self.counts,
+            **({"reused_image_tokens": sum(map(self.num_image_tokens, self.chunks))} if self.images else {}),
             "method": self.method,
             "ratio": self.ratio,
             "fallback_reason": self.fallback_reason,
@@ -125,6 +129,8 @@ class RecomputePlan:
             if chunk.other_system is not None:
                 reply["other_system"] = chunk.other_system
             reply["kind"] = chunk.kind
+        if num_within(chunk.start, chunk.end, self.images):
+            reply["reused_image_tokens"] = self.num_image_tokens(chunk)
         if chunk.ranked_by is not None:
             reply["ranked_by"] = chunk.ranked_by
         if explain:
@@ -135,6 +141,10 @@ class RecomputePlan:
                 "recomputed_positions": self.recomputed_in(chunk).tolist(),
             }
         return reply
+
+    def num_image_tokens(self, chunk: ChunkPlan) -> int:
+        """Tokens of images that the chunk brings in."""
+        return num_within(chunk.dst_start, chunk.dst_end, self.images)
 
     def recomputed_in(self, chunk: ChunkPlan) -> Rows:
         """Positions of the chunk that are known to be recomputed before the forward; none where it chooses itself."""

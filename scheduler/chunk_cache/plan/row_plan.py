@@ -18,6 +18,7 @@ from chunk_cache.methods.grouping import group_rows
 from chunk_cache.methods.method_options import BLOCK_SIZE, GROUP_BUDGET, GROUP_SIZE, GROUP_THRESHOLD
 from chunk_cache.options.request_options import RequestOptions
 from chunk_cache.plan.chunk_plan import ChunkPlan
+from chunk_cache.plan.image_spans import text_parts
 from chunk_cache.plan.selection_plan import Selection, is_selecting, question_of
 from chunk_cache.types import Span
 
@@ -53,6 +54,7 @@ def choose_rows(
     prompt_len: int,
     budgets: Sequence[float] | None = None,
     seam_len: int = 0,
+    images: Sequence[Span] = (),
 ) -> ChosenRows:
     """The rows of the load [load_start, load_end).
 
@@ -60,6 +62,7 @@ def choose_rows(
         keys, rankings: one per chunk; rankings of whole chunks.
         budgets: per chunk the share that is recomputed, of a method that chooses before the forward; None = `ratio`.
         seam_len: as of `AllReused`.
+        images: of the prompt; a method finds the text beside them, as if each piece were a chunk.
     """
     if load_start == load_end:
         return ChosenRows(_NO_ROWS, 0)
@@ -72,7 +75,12 @@ def choose_rows(
     is_row = is_missing.copy()
     how = _Choice.of(method, opts)
     shares = [ratio] * len(chunks) if budgets is None else budgets
-    hits = [hit for hit in zip(chunks, keys, rankings, shares, strict=True) if hit[0].num_reused]
+    hits = [
+        (part, key, ranking, share)
+        for chunk, key, ranking, share in zip(chunks, keys, rankings, shares, strict=True)
+        if chunk.num_reused
+        for part in (text_parts(chunk, images) if min(ratio, share) < 1.0 else (chunk,))
+    ]
     if budgets is None and hits and method.shares_budget(opts.options):
         best_of_all = partial(how.best_of_all, hits, question[0], seam_len)
         chosen = how.within_windows(ratio, [chunk for chunk, *_ in hits], best_of_all)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from chunk_cache.index.system_prompt import marks_of
 from chunk_cache.keys import TEXT_LEN, Partition, TokenIds, chunk_keys
@@ -85,6 +85,9 @@ class ChunkPrompt:
         is_discovered: its chunks were found in a prompt without marks.
         pieces: `piece_keys`; None = no text stands between the chunks, which are all pieces.
         token_ids: the whole prompt, shape [prompt_len]; None where only its chunks are known.
+        images: spans of its images, ascending; each is a run of ids that stand for its content.
+        rope_starts: rotary position of the first token of each chunk; None = where it stands in the prompt, as always
+            without images.
         memo: the manager's; not copied.
     """
 
@@ -97,24 +100,23 @@ class ChunkPrompt:
     is_discovered: bool = False
     pieces: tuple[bytes, ...] | None = None
     token_ids: TokenIds | None = field(default=None, repr=False)
+    images: tuple[Span, ...] = ()
+    rope_starts: tuple[int, ...] | None = None
     memo: Memo = field(default_factory=Memo, init=False, repr=False)
 
     @classmethod
-    def of(
-        cls, options: RequestOptions, token_ids: TokenIds, partition: Partition, *, unsupported: bool = False
-    ) -> ChunkPrompt:
+    def of(cls, options: RequestOptions, token_ids: TokenIds, partition: Partition, **others: Any) -> ChunkPrompt:
         """The prompt whose chunks are the spans of the options.
 
         Args:
             token_ids: the whole prompt, shape [prompt_len].
+            others: fields that do not follow from these.
         """
         spans = options.spans
         keys = tuple(chunk_keys(partition, token_ids, spans))
         system = marks_of(token_ids[: spans[0][0]]) if spans else b""
         pieces = piece_keys(partition, token_ids, spans, keys)
-        return cls(
-            options, keys, system, partition=partition, unsupported=unsupported, pieces=pieces, token_ids=token_ids
-        )
+        return cls(options, keys, system, partition=partition, pieces=pieces, token_ids=token_ids, **others)
 
     def context(self, chunk: int) -> tuple[bytes, ...]:
         """The pieces in front of a chunk."""
@@ -136,6 +138,14 @@ class ChunkPrompt:
         """Whether the client leaves it to the server how its chunks are reused."""
         opts = self.options
         return opts.mode == "auto" and opts.has_marks and not opts.names_method and not self.unsupported
+
+    def rope_start(self, chunk: int) -> int:
+        """Rotary position of the first token of a chunk."""
+        return self.options.spans[chunk][0] if self.rope_starts is None else self.rope_starts[chunk]
+
+    def has_images_up_to(self, chunk: int) -> bool:
+        """Whether an image stands in a chunk or in front of it: its KV follows from more than token ids."""
+        return bool(self.images) and self.images[0][0] < self.options.spans[chunk][1]
 
     def length(self, chunk: int) -> int:
         """Tokens of a chunk."""

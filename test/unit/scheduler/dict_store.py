@@ -32,8 +32,7 @@ class DictStore:
         self.version = 0
 
     def resolve(self, variant: Variant) -> int:
-        start = variant.start if isinstance(variant.holder, PathTokens) else 0
-        return max(0, min(variant.length, self.left.get(variant.holder, 0) - start))
+        return max(0, min(variant.length, self.left.get(variant.holder, 0) - variant.path_start))
 
     def put(self, holder: PathTokens | NodeHome, num_tokens: int) -> None:
         self.left[holder] = num_tokens

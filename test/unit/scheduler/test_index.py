@@ -329,7 +329,7 @@ def test_misuse_is_an_assertion(index: ChunkIndex) -> None:
         add(index, A, path, generation=1)
     with pytest.raises(AssertionError, match="outside"):
         add(index, A, path, start=7)
-    with pytest.raises(AssertionError, match="computed at 2"):
+    with pytest.raises(AssertionError, match="computed at position 2"):
         index.add(A, length=LENGTH, start=2, generation=0, context=(), home=PathHome(path, 1))
     own = node()
     add(index, A, own)

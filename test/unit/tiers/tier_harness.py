@@ -75,6 +75,7 @@ def variant(
         context,
         len(context),
         path,
+        path_start=start,
         is_prepared=is_prepared,
         system=system,
     )

@@ -21,6 +21,7 @@ import torch
 
 from sgl_kernel_ext.transfer import upload
 from sglang_chunk_cache.forward.added_rows import NO_ROWS, AddedRows
+from sglang_chunk_cache.forward.batch.image_rows import image_rows
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch
@@ -79,6 +80,11 @@ def with_rows(
     starts = zip(batch.extend_logprob_start_lens, num_added, strict=True)
     fused.extend_logprob_start_lens = [start + more for start, more in starts]
     fused.extend_num_tokens = sum(fused.extend_lens)
+    if batch.multimodal_inputs is not None:
+        given = zip(batch.multimodal_inputs, positions, fused.prefix_lens, num_added, strict=True)
+        fused.multimodal_inputs = [
+            image_rows(inputs, own, first) if more or not len(own) else inputs for inputs, own, first, more in given
+        ]
     if batch.replace_positions is not None:  # of other requests: embeddings by index into the flattened input ids
         moved = _moved_indices(batch.extend_lens, fused.extend_lens, device)
         fused.replace_positions = moved[batch.replace_positions]
@@ -88,7 +94,7 @@ def with_rows(
 def questions_alone(batch: ScheduleBatch, added: Sequence[AddedRows]) -> tuple[ScheduleBatch, list[AddedRows]]:
     """A copy of `batch` in which only questions that ask first are computed, and the rows that go with each.
 
-    These are all texts; the other requests have no rows, as if they had been computed already.
+    The other requests have no rows, as if they had been computed already. Questions that ask have no images.
     """
     alone = copy.copy(batch)
     alone.prefix_lens, alone.extend_lens, own = [], [], []
@@ -99,8 +105,6 @@ def questions_alone(batch: ScheduleBatch, added: Sequence[AddedRows]) -> tuple[S
     alone.extend_logprob_start_lens = [0] * len(added)
     alone.return_logprob = False
     alone.replace_embeds = alone.replace_positions = None
-    if batch.multimodal_inputs is not None:
-        alone.multimodal_inputs = [None] * len(added)
     return alone, own
 
 
