@@ -35,6 +35,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from sgl_kernel_ext import RotarySpec, copy_rotate, sparse_extend
 from sgl_kernel_ext.attention_mass import attention_mass
 from sgl_kernel_ext.kv_deviation import kv_deviation
+from sgl_kernel_ext.question_mass import Questions, question_mass
 from sgl_kernel_ext.rotary import default_inv_freq
 
 BLOCK_LEN = 16
@@ -222,27 +223,28 @@ def time_on_host(bench: Bench, run: Callable[[], object]) -> float:
 
 
 def mass(bench: Bench) -> Iterator[dict[str, Any]]:
-    """Rows of a question at all heads, of a chunk at two with segments; pass 2 alone where the log-sum-exp is given."""
+    """Rows of a question at all heads of all layers, of a chunk at two heads with segments."""
     args, device = bench.args, bench.device
+    num_rows, num_layers, scale = 32, args.num_layers, args.head_dim**-0.5
     for prompt in args.mass_prompts:
         k = bench.normal(prompt, args.kv_heads, args.head_dim).to(bench.kv_dtype)
+        slots = torch.randperm(prompt, generator=torch.Generator().manual_seed(0)).to(device)
+        asked = Questions([0], [num_rows], [prompt - num_rows], [prompt], slots)
+        q = bench.normal(num_layers, num_rows, args.q_heads, args.head_dim)
+        of_question = functools.partial(question_mass, q, [k.clone() for _ in range(num_layers)], asked, sm_scale=scale)
         of_two = raw_rows(k.transpose(0, 1), torch.arange(2, device=device)).transpose(0, 1).contiguous()
-        segments = list(range(0, prompt, max(1, prompt // 8)))
-        for what, num_rows, heads, keys, starts in (
-            ("a question", 32, args.q_heads, k, None),
-            ("a chunk", 512, 2, of_two, segments),
+        rows = torch.arange(prompt - 512, prompt, device=device)
+        of_chunk = functools.partial(
+            *(attention_mass, bench.normal(512, 2, args.head_dim), of_two, rows),
+            sm_scale=scale,
+            segment_starts=list(range(0, prompt, max(1, prompt // 8))),
+        )
+        for op, what, variant, run in (
+            ("question_mass", "a question", f"{num_rows} x {args.q_heads}, {num_layers} layers", of_question),
+            ("attention_mass", "a chunk", "512 x 2", of_chunk),
         ):
-            num_rows = min(num_rows, prompt)
-            q = bench.normal(num_rows, heads, args.head_dim)
-            rows = torch.arange(prompt - num_rows, prompt, device=device)
-            options = {"sm_scale": args.head_dim**-0.5, "segment_starts": starts}
-            variants = {f"{num_rows} x {heads}": None}
-            if starts is None:
-                variants["pass 2 alone"] = torch.zeros(num_rows, heads, device=device)
-            about = {"op": "attention_mass", "prompt": prompt, "rows": what}
-            for variant, lse in variants.items():
-                run = functools.partial(attention_mass, q, keys, rows, **options, lse=lse)
-                yield about | {"variant": variant, "ms": bench.ms(run), "host ms": time_on_host(bench, run)}
+            about = {"op": op, "prompt": prompt, "rows": what, "variant": variant}
+            yield about | {"ms": bench.ms(run), "host ms": time_on_host(bench, run)}
 
 
 def deviation(bench: Bench) -> Iterator[dict[str, Any]]:

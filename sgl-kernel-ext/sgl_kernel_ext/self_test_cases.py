@@ -23,6 +23,8 @@ from sgl_kernel_ext.copy_rotate import copy_rotate
 from sgl_kernel_ext.copy_rotate.naive import copy_rotate_reference
 from sgl_kernel_ext.kv_deviation import kv_deviation
 from sgl_kernel_ext.kv_deviation.naive import kv_deviation_reference
+from sgl_kernel_ext.question_mass import Questions, question_mass
+from sgl_kernel_ext.question_mass.naive import question_mass_reference
 from sgl_kernel_ext.rotary import RotarySpec, Turn, default_inv_freq
 from sgl_kernel_ext.sparse_extend import sparse_extend
 from sgl_kernel_ext.sparse_extend.naive import sparse_extend_reference
@@ -106,6 +108,7 @@ def cases(shape: ModelShape, device: torch.device) -> Iterator[Case]:
     yield from _sparse_extend_cases(shape, device)
     yield from _copy_rotate_cases(shape, device)
     yield from _attention_mass_cases(shape, device)
+    yield from _question_mass_cases(shape, device)
     yield from _kv_deviation_cases(shape, device)
     yield from _add_drift_cases(shape, device)
 
@@ -222,20 +225,10 @@ def _copy_rotate_cases(shape: ModelShape, device: torch.device) -> Iterator[Case
 def _attention_mass_cases(shape: ModelShape, device: torch.device) -> Iterator[Case]:
     # Statistics look at some heads with the K of each, by segments; a question's rows at all heads.
     yield Case("attention_mass", "of a question", *_attention_mass_case(shape, device))
-    for squared in (False, True):
-        what = f"of questions{', squared' * squared}"
-        yield Case("attention_mass", what, *_attention_mass_case(shape, device, second_at=200, squared=squared))
     yield Case("attention_mass", "of chunks", *_attention_mass_case(shape, device, of_chunks=True))
 
 
-def _attention_mass_case(
-    shape: ModelShape,
-    device: torch.device,
-    *,
-    of_chunks: bool = False,
-    second_at: int | None = None,
-    squared: bool = False,
-) -> tuple:
+def _attention_mass_case(shape: ModelShape, device: torch.device, *, of_chunks: bool = False) -> tuple:
     rng = torch.Generator().manual_seed(0)
     kv_len, num_rows = 333, 37
     heads = shape.sampled_heads if of_chunks else shape.num_q_heads
@@ -246,10 +239,8 @@ def _attention_mass_case(
     rows = torch.randperm(kv_len, generator=rng)[:num_rows].sort().values
     raw(k)[int(rows[-1]) + 1 :] = raw(torch.full((1,), float("nan"), device=device).to(shape.kv_dtype))
     options: dict[str, Any] = {"sm_scale": shape.head_dim**-0.5, "logit_cap": shape.logit_cap}
-    options |= {"k_scale": _scales(shape)[0], "skip_self": of_chunks, "squared": squared}
+    options |= {"k_scale": _scales(shape)[0], "skip_self": of_chunks}
     options |= {"segment_starts": [0, 1, 64, 100, 300]} if of_chunks else {}
-    if second_at is not None:
-        options["row_firsts"] = ((rows >= second_at) * second_at).to(device)
     options |= {"sinks": _normal(rng, (heads,), shape.sinks, device)} if shape.sinks is not None else {}
     args = q, k, rows.to(device)
 
@@ -259,6 +250,39 @@ def _attention_mass_case(
     def error(found: Sequence[torch.Tensor]) -> float:
         expected = [part for part in attention_mass_reference(*args, **options) if part is not None]
         return max(_share(mine, its, _MASS_ERROR, _MASS_ERROR) for mine, its in zip(found, expected, strict=True))
+
+    return run, error
+
+
+def _question_mass_cases(shape: ModelShape, device: torch.device) -> Iterator[Case]:
+    for squared in (False, True):
+        case = _question_mass_case(shape, device, squared)
+        yield Case("question_mass", f"of two requests{', squared' * squared}", *case)
+
+
+def _question_mass_case(shape: ModelShape, device: torch.device, squared: bool) -> tuple:
+    """Two layers; keys of several pieces, questions of several tiles, an answer behind one of them."""
+    rng = torch.Generator().manual_seed(0)
+    kv_lens, starts, row_lens, num_layers = [700, 90], [640, 70], [50, 20], 2
+    slots = torch.randperm(sum(kv_lens) + 9, generator=rng)[: sum(kv_lens)].to(device)
+    size = len(slots) + 9, shape.num_kv_heads, shape.head_dim
+    buffers = [torch.full(size, float("nan"), device=device).to(shape.kv_dtype) for _ in range(num_layers)]
+    for buffer in buffers:
+        for own, start, row_len in zip(slots.split(kv_lens), starts, row_lens, strict=True):
+            seen = own[: start + row_len]
+            _fill(buffer, seen, _normal(rng, (len(seen), *size[1:]), shape.kv_dtype, device))
+    q = _normal(rng, (num_layers, sum(row_lens), shape.num_q_heads, shape.head_dim), shape.dtype, device)
+    options: dict[str, Any] = {"sm_scale": shape.head_dim**-0.5, "logit_cap": shape.logit_cap, "squared": squared}
+    options["k_scales"] = [_scales(shape)[0], 2 * _scales(shape)[0]]
+    if shape.sinks is not None:
+        options["sinks"] = [_normal(rng, (shape.num_q_heads,), shape.sinks, device) for _ in buffers]
+    args = q, buffers, Questions([0, row_lens[0]], row_lens, starts, kv_lens, slots)
+
+    def run(implementation: str) -> Sequence[torch.Tensor]:
+        return [question_mass(*args, **options, backend=implementation)]
+
+    def error(found: Sequence[torch.Tensor]) -> float:
+        return _share(found[0], question_mass_reference(*args, **options), _MASS_ERROR, _MASS_ERROR)
 
     return run, error
 

@@ -1,11 +1,14 @@
 """Parts that several Triton kernels share.
 
     tanh, load_q                what the attention kernels compute and read alike
+    scores_of, add_in_log2      scores of rows and keys, and sums of their exponentials
     fp32_of_fp8, fp8_of_fp32    fp8 as bytes, in and out
     load_fp32                   stored K or V, fp8 or not
     pairs                       the dimensions that a rotation turns together
     operand                     an element of K or V as a factor of a matrix product
     dot_options, fp8_options    compile-time constants of those
+    score_options, scales_of    arguments of kernels that call `scores_of`
+    addresses, constants        tables on the device that stay from call to call
     gpu_arch                    the GPU that is compiled for
 
 fp8 is read and written as bytes. GPUs from sm_89 on convert it themselves. For older ones Triton has no e4m3, and its
@@ -15,9 +18,16 @@ element (30 instead of 15, counted in what ptxas makes for sm_90 of `copy_rotate
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
 import torch
 import triton
 import triton.language as tl
+
+from sgl_kernel_ext.transfer import upload
 
 LOG2_E = 1.4426950408889634
 
@@ -103,6 +113,26 @@ def operand(x, q, MANTISSA: tl.constexpr, HAS_FP8: tl.constexpr):
     return fp32_of_fp8(x, MANTISSA, False).to(q.dtype)
 
 
+@triton.jit
+def scores_of(
+    q, k_ptr, k_at, is_key, dim, score_scale, logit_cap, HEAD_DIM: tl.constexpr, HAS_CAP: tl.constexpr,
+    PRECISION: tl.constexpr, MANTISSA: tl.constexpr, HAS_FP8: tl.constexpr,
+):  # fmt: skip
+    """[rows, keys] fp32 in units of log2, not masked; k_at are the offsets of the keys from k_ptr, the head's first."""
+    at = k_at[None, :] + dim[:, None]
+    k = tl.load(k_ptr + at, mask=is_key[None, :] & (dim < HEAD_DIM)[:, None], other=0)
+    scores = tl.dot(q, operand(k, q, MANTISSA, HAS_FP8), input_precision=PRECISION) * score_scale
+    return logit_cap * tanh(scores) if HAS_CAP else scores
+
+
+@triton.jit
+def add_in_log2(top, total, scores):
+    """The running `total * 2**top` of each row, with 2**scores of [rows, any] added; nothing yet is 0 * 2**-inf."""
+    new_top = tl.maximum(top, tl.max(scores, 1))
+    shift = tl.where(new_top == float("-inf"), 0.0, new_top)  # -inf - -inf is no number
+    return new_top, total * tl.exp2(top - shift) + tl.sum(tl.exp2(scores - shift[:, None]), 1)
+
+
 def dot_options(q: torch.Tensor) -> dict[str, object]:
     """`PRECISION` and `UPCAST` of a kernel that multiplies with q."""
     return {
@@ -125,3 +155,64 @@ def fp8_options(dtype: torch.dtype) -> dict[str, object]:
     """`MANTISSA` and `HAS_FP8` of a kernel that reads buffers of `dtype`, given to it by `raw`."""
     mantissa = {torch.float8_e4m3fn: 3, torch.float8_e5m2: 2}.get(dtype, 0)
     return {"MANTISSA": mantissa, "HAS_FP8": mantissa > 0 and gpu_arch() >= 89}
+
+
+def score_options(q: torch.Tensor, group: int, k_dtype: torch.dtype, logit_cap: float) -> dict[str, Any]:
+    """Options of a kernel that scores keys for rows of `q` [..., head_dim], `group` query heads to a key head."""
+    head_dim = q.shape[-1]
+    # Without spills, and the 64 rows that sm_90's matrix products want.
+    block_rows, block_keys = (16, 32) if q.element_size() == 4 else (64, 64 if head_dim <= 128 else 32)
+    return {
+        "GROUP": group,
+        "HEAD_DIM": head_dim,
+        "HEAD_PAD": max(triton.next_power_of_2(head_dim), 16),
+        "HAS_CAP": logit_cap > 0,
+        "BLOCK_ROWS": block_rows,
+        "BLOCK_KEYS": block_keys,
+        **dot_options(q),
+        **fp8_options(k_dtype),
+        "num_warps": 4,
+    }
+
+
+def scales_of(sm_scale: float, logit_cap: float) -> tuple[float, float]:
+    """`score_scale` and `logit_cap` of `scores_of`; a cap stands between two scales: cap * tanh(score / cap)."""
+    return sm_scale / logit_cap if logit_cap > 0 else sm_scale * LOG2_E, logit_cap * LOG2_E
+
+
+class AddressTable(NamedTuple):
+    """Where some tensors lie, for a kernel that is given all of them."""
+
+    on_device: torch.Tensor
+    """[num_tensors] int64."""
+    are_aligned: bool
+    """All of them to 16 bytes. Nothing else says so of an address that a kernel loads."""
+
+
+def addresses(tensors: Sequence[torch.Tensor]) -> AddressTable:
+    """Of tensors on one device, which the table does not hold: it is right for any that lie there.
+
+    Raises:
+        ValueError: Triton's interpreter would take addresses of a GPU for its own.
+    """
+    device = tensors[0].device
+    if triton.knobs.runtime.interpret and device.type != "cpu":
+        raise ValueError(f"backend: Triton's interpreter needs tensors on the CPU, not on {device}")
+    values = tuple(tensor.data_ptr() for tensor in tensors)
+    return AddressTable(constants(values, np.int64, device), all(value % 16 == 0 for value in values))
+
+
+def constants(values: tuple[float, ...], dtype: type[np.generic], device: torch.device) -> torch.Tensor:
+    """[num_values] on the device, copied there once for all calls with equal values."""
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    return _constants(values, dtype, device, stream)
+
+
+@functools.lru_cache(maxsize=1024)  # addresses of K and of V of all layers together, and of each by itself, by stream
+def _constants(values: tuple[float, ...], dtype: type[np.generic], device: torch.device, stream: int) -> torch.Tensor:
+    """`stream` is part of the key alone: the copy is not waited for, so only work behind it on its stream may read."""
+    return upload([np.array(values, dtype=dtype)], device)[0]
+
+
+ELEMENTS = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+"""How a kernel sees an element at an address; fp8 as bytes, `tl.uint8`."""

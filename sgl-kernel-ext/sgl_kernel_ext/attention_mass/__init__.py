@@ -37,17 +37,14 @@ def attention_mass(
     k_scale: float = 1.0,
     segment_starts: Sequence[int] | None = None,
     skip_self: bool = False,
-    lse: torch.Tensor | None = None,
     row_starts: torch.Tensor | None = None,
-    row_firsts: torch.Tensor | None = None,
-    squared: bool = False,
     sinks: torch.Tensor | None = None,
     backend: Backend = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The softmax mass of one request's rows on its keys, or of several requests'.
+    """The softmax mass of one request's rows on its keys.
 
-    Used for Cache-Craft's statistics and focused chunks (section 3), A3's and FusionRAG's token scores; squared, for
-    those of InfoFlow KV.
+    Used for Cache-Craft's statistics and focused chunks (section 3), and A3's token scores. Questions that ask before
+    rows are chosen have `question_mass`.
 
     Args:
         q: [num_rows, num_q_heads, head_dim].
@@ -58,14 +55,8 @@ def attention_mass(
         logit_cap: where positive, scores are `cap * tanh(score / cap)`.
         segment_starts: ascending, from 0; segment i is keys [starts[i], starts[i + 1]), the last one ends at kv_len.
         skip_self: leave out of `received` what a row gives to the key at its own position.
-        lse: [num_rows, num_q_heads] fp32, the log of the sum of exp(score) over the keys that a row sees, which flash
-            attention returns beside its output, without sinks; None = found here.
         row_starts: [num_rows] int64, at most the row's position: the row gives nothing to `received` of keys in front
             of it, so that rows of several chunks, each counted within its own, are one call. The torch path only.
-        row_firsts: [num_rows] int64, at most the row's position, ascending: where the keys of the row's request begin,
-            in front of which it sees none, so that requests whose keys stand one behind the other are one call.
-            Without segments. Fast by Triton; torch scores each row with the keys of all.
-        squared: sums of the squares of the softmax; with segments computed by torch on every device.
         sinks: [num_q_heads], as in `sparse_extend`: what they take is no key's mass.
 
     Returns:
@@ -80,22 +71,42 @@ def attention_mass(
         >>> received.shape, round(float(received.sum()), 3)
         (torch.Size([10]), 2.0)
     """
-    _check(q, k, row_positions, segment_starts, lse)
+    _check(q, k, row_positions, segment_starts)
     check_sinks(sinks, q.shape[1])
     sm_scale *= k_scale
-    is_served = q.shape[0] and k.shape[0] and not (squared and segment_starts is not None)
-    if is_served and resolve_backend(backend, q.device, "attention_mass") == "triton":
+    if q.shape[0] and k.shape[0] and resolve_backend(backend, q.device, "attention_mass") == "triton":
         if row_starts is not None:
             raise ValueError("row_starts: the Triton path has no such bound; call it once for each start")
         from sgl_kernel_ext.attention_mass.triton import attention_mass_triton
 
         return attention_mass_triton(
-            *(q, k, row_positions, segment_starts, lse, sinks, row_firsts),
-            sm_scale=sm_scale,
-            logit_cap=logit_cap,
-            skip_self=skip_self,
-            squared=squared,
+            *(q, k, row_positions, segment_starts, sinks), sm_scale=sm_scale, logit_cap=logit_cap, skip_self=skip_self
         )
+    return mass_by_torch(
+        *(q, k, row_positions),
+        sm_scale=sm_scale,
+        logit_cap=logit_cap,
+        segment_starts=segment_starts,
+        skip_self=skip_self,
+        row_starts=row_starts,
+        sinks=sinks,
+    )
+
+
+def mass_by_torch(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    row_positions: torch.Tensor,
+    *,
+    sm_scale: float,
+    logit_cap: float,
+    segment_starts: Sequence[int] | None = None,
+    skip_self: bool = False,
+    row_starts: torch.Tensor | None = None,
+    squared: bool = False,
+    sinks: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """`attention_mass` in torch, K scaled as it is; `squared`: sums of the squares of the softmax."""
     (num_rows, num_q_heads, _head_dim), (kv_len, _num_kv_heads, _) = q.shape, k.shape
     is_cpu = q.device.type == "cpu"
     received = q.new_zeros(kv_len, dtype=torch.float32)
@@ -114,9 +125,7 @@ def attention_mass(
         scores = _scores(q[rows], keys[..., :num_keys], sm_scale, logit_cap)  # [num_q_heads, rows, num_keys]
         masked = scores[..., first_masked:]
         masked.masked_fill_(key_positions[first_masked:num_keys] > positions[:, None], float("-inf"))
-        if row_firsts is not None:
-            scores.masked_fill_(key_positions[:num_keys] < row_firsts[rows][:, None], float("-inf"))
-        weights = _softmax(scores, None if lse is None else lse[rows].t(), sinks)
+        weights = _softmax(scores, sinks)
         weights = (weights.square_() if squared else weights).sum(0)
         if row_starts is None:
             received[:num_keys] += weights.sum(0)
@@ -146,13 +155,11 @@ def _scores(q: torch.Tensor, keys: torch.Tensor, sm_scale: float, logit_cap: flo
     return scores
 
 
-def _softmax(scores: torch.Tensor, lse: torch.Tensor | None, sinks: torch.Tensor | None) -> torch.Tensor:
-    """Weights of [num_q_heads, rows, num_keys] scores, which are overwritten; `lse` is [num_q_heads, rows]."""
-    if lse is None and sinks is None:
+def _softmax(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
+    """Weights of [num_q_heads, rows, num_keys] scores, which are overwritten."""
+    if sinks is None:
         return torch.softmax(scores, dim=-1)
-    lse = scores.logsumexp(-1) if lse is None else lse
-    if sinks is not None:
-        lse = torch.logaddexp(lse, sinks.float()[:, None])
+    lse = torch.logaddexp(scores.logsumexp(-1), sinks.float()[:, None])
     return scores.sub_(lse[..., None]).exp_()
 
 
@@ -168,7 +175,6 @@ def _check(
     k: torch.Tensor,
     row_positions: torch.Tensor,
     segment_starts: Sequence[int] | None,
-    lse: torch.Tensor | None,
 ) -> None:
     if q.ndim != 3 or k.ndim != 3 or q.shape[2] != k.shape[2] or not k.shape[1] or q.shape[1] % k.shape[1]:
         raise ValueError(f"q, k: shapes {tuple(q.shape)} and {tuple(k.shape)} do not fit: head_dim or head count")
@@ -176,8 +182,6 @@ def _check(
         raise ValueError(
             f"row_positions: {row_positions.dtype} {tuple(row_positions.shape)}, need int64 ({q.shape[0]},)"
         )
-    if lse is not None and (lse.shape != q.shape[:2] or lse.dtype != torch.float32):
-        raise ValueError(f"lse: {lse.dtype} {tuple(lse.shape)}, need float32 {tuple(q.shape[:2])}")
     if segment_starts is not None:
         starts = list(segment_starts)
         if not starts or starts[0] != 0 or starts != sorted(starts) or starts[-1] > k.shape[0]:

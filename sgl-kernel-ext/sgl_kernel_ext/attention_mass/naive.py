@@ -19,25 +19,23 @@ def attention_mass_reference(
     segment_starts: Sequence[int] | None = None,
     skip_self: bool = False,
     row_starts: torch.Tensor | None = None,
-    row_firsts: torch.Tensor | None = None,
     squared: bool = False,
     sinks: torch.Tensor | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """`attention_mass`, everything computed in `dtype`."""
+    """`attention_mass`, everything computed in `dtype`; `squared`: of the squares of the softmax."""
     (num_rows, num_heads, _), kv_len = q.shape, k.shape[0]
     group = num_heads // k.shape[1]
     weights = torch.zeros(num_rows, kv_len, dtype=dtype, device=q.device)
-    firsts = [0] * num_rows if row_firsts is None else row_firsts.tolist()
-    for row, (first, position) in enumerate(zip(firsts, row_positions.tolist(), strict=True)):
-        own = slice(first, position + 1)
+    for row, position in enumerate(row_positions.tolist()):
+        own = slice(position + 1)
         for head in range(num_heads):
             scores = k[own, head // group].to(dtype) @ q[row, head].to(dtype) * (sm_scale * k_scale)
             if logit_cap > 0:
                 scores = logit_cap * torch.tanh(scores / logit_cap)
             if sinks is not None:
                 scores = torch.cat([scores, sinks[head : head + 1].to(dtype)])
-            weights[row, own] += torch.softmax(scores, dim=0)[: position + 1 - first] ** (1 + squared) / num_heads
+            weights[row, own] += torch.softmax(scores, dim=0)[: position + 1] ** (1 + squared) / num_heads
     given = weights if row_starts is None else weights * (torch.arange(kv_len, device=q.device) >= row_starts[:, None])
     received = given.sum(0)
     if skip_self:

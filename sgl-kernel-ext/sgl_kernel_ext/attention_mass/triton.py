@@ -14,7 +14,6 @@ sees, and a block of keys skips the tiles of rows that see none of it. Heads are
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -24,40 +23,19 @@ import triton.language as tl
 
 from sgl_kernel_ext.backend import check_dense, raw
 from sgl_kernel_ext.transfer import upload
-from sgl_kernel_ext.triton_parts import LOG2_E, dot_options, fp8_options, load_q, operand, tanh
+from sgl_kernel_ext.triton_parts import LOG2_E, add_in_log2, load_q, scales_of, score_options, scores_of
 
 # Programs of the first pass where there are keys enough, or down to half of it: four to two a multiprocessor of sm_90.
 _MAX_PROGRAMS = 528
 _MIN_PIECE_LEN = 256
 
 
-@triton.jit
-def _scores(
-    q, k_ptr, n, is_key, k_stride, dim, score_scale, logit_cap, HEAD_DIM: tl.constexpr, HAS_CAP: tl.constexpr,
-    PRECISION: tl.constexpr, MANTISSA: tl.constexpr, HAS_FP8: tl.constexpr,
-):  # fmt: skip
-    """[BLOCK_ROWS, BLOCK_KEYS] fp32 in units of log2, not masked; n are keys, k_ptr begins with the head's first."""
-    k_at = n.to(tl.int64)[None, :] * k_stride + dim[:, None]
-    k = tl.load(k_ptr + k_at, mask=is_key[None, :] & (dim < HEAD_DIM)[:, None], other=0)
-    scores = tl.dot(q, operand(k, q, MANTISSA, HAS_FP8), input_precision=PRECISION) * score_scale
-    return logit_cap * tanh(scores) if HAS_CAP else scores
-
-
-@triton.jit
-def _log_add(top, total, scores):
-    """The running `total * 2**top` of each row, with 2**scores of [rows, any] added; nothing yet is 0 * 2**-inf."""
-    new_top = tl.maximum(top, tl.max(scores, 1))
-    shift = tl.where(new_top == float("-inf"), 0.0, new_top)  # -inf - -inf is no number
-    return new_top, total * tl.exp2(top - shift) + tl.sum(tl.exp2(scores - shift[:, None]), 1)
-
-
 # Neither counts nor the alignment of an index may compile a kernel again in the middle of serving.
-@triton.jit(do_not_specialize=["positions_ptr", "firsts_ptr", "cuts_ptr", "num_rows"])
+@triton.jit(do_not_specialize=["positions_ptr", "cuts_ptr", "num_rows"])
 def _lse_kernel(
     q_ptr,
     k_ptr,
     positions_ptr,
-    firsts_ptr,
     cuts_ptr,
     lse_ptr,
     num_rows,
@@ -71,7 +49,6 @@ def _lse_kernel(
     HEAD_DIM: tl.constexpr,
     HEAD_PAD: tl.constexpr,
     HAS_CAP: tl.constexpr,
-    HAS_FIRSTS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -90,9 +67,6 @@ def _lse_kernel(
     position = tl.load(positions_ptr + row, mask=is_row, other=0)
     begin = tl.load(cuts_ptr + piece)
     end = tl.minimum(tl.load(cuts_ptr + piece + 1), tl.max(position, 0) + 1)
-    if HAS_FIRSTS:
-        first = tl.load(firsts_ptr + row, mask=is_row, other=1 << 62)
-        begin = tl.maximum(begin, tl.min(first, 0))
     dim = tl.arange(0, HEAD_PAD)
     q = load_q(q_ptr, row.to(tl.int64) * q_row_stride + head * q_head_stride, is_row, dim, HEAD_DIM, UPCAST)
     k_ptr += (head // GROUP) * k_head_stride
@@ -102,12 +76,11 @@ def _lse_kernel(
     for start in range(begin, end, BLOCK_KEYS):
         n = start + tl.arange(0, BLOCK_KEYS)
         is_key = n < end
-        scores = _scores(
+        scores = scores_of(
             q,
             k_ptr,
-            n,
+            n.to(tl.int64) * k_stride,
             is_key,
-            k_stride,
             dim,
             score_scale,
             logit_cap,
@@ -118,10 +91,8 @@ def _lse_kernel(
             HAS_FP8,
         )
         visible = (n[None, :] <= position[:, None]) & is_key[None, :]
-        if HAS_FIRSTS:
-            visible = visible & (n[None, :] >= first[:, None])
         scores = tl.where(visible, scores, float("-inf"))
-        top, total = _log_add(top, total, scores)
+        top, total = add_in_log2(top, total, scores)
     at = ((1 + piece.to(tl.int64)) * tl.num_programs(1) + head) * num_rows + row
     tl.store(lse_ptr + at, top + tl.log2(total), mask=is_row)
 
@@ -145,17 +116,16 @@ def _join_kernel(firsts_ptr, lse_ptr, num_rows, num_pieces, BLOCK_ROWS: tl.const
         piece = start + tl.arange(0, BLOCK_PIECES)
         at = (1 + piece.to(tl.int64))[None, :] * num_rows + row[:, None]
         seen = is_row[:, None] & (piece < end)[None, :]
-        top, total = _log_add(top, total, tl.load(lse_ptr + at, mask=seen, other=float("-inf")))
+        top, total = add_in_log2(top, total, tl.load(lse_ptr + at, mask=seen, other=float("-inf")))
     at = tl.cast(target, tl.int64) * num_rows + row
     tl.store(lse_ptr + at, top + tl.log2(total), mask=is_row)
 
 
-@triton.jit(do_not_specialize=["positions_ptr", "firsts_ptr", "num_rows", "kv_len"])
+@triton.jit(do_not_specialize=["positions_ptr", "num_rows", "kv_len"])
 def _received_kernel(
     q_ptr,
     k_ptr,
     positions_ptr,
-    firsts_ptr,
     lse_ptr,
     received_ptr,
     num_rows,
@@ -170,9 +140,7 @@ def _received_kernel(
     HEAD_DIM: tl.constexpr,
     HEAD_PAD: tl.constexpr,
     HAS_CAP: tl.constexpr,
-    HAS_FIRSTS: tl.constexpr,
     SKIP_SELF: tl.constexpr,
-    SQUARED: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -193,20 +161,15 @@ def _received_kernel(
         is_row = row < num_rows
         position = tl.load(positions_ptr + row, mask=is_row, other=-1)
         last = tl.max(position, 0)
-        is_seen = last >= begin
-        if HAS_FIRSTS:
-            first = tl.load(firsts_ptr + row, mask=is_row, other=1 << 62)
-            is_seen = is_seen & (tl.min(first, 0) < begin + BLOCK_KEYS)
-        if is_seen:
+        if last >= begin:
             q = load_q(q_ptr, row.to(tl.int64) * q_row_stride + head * q_head_stride, is_row, dim, HEAD_DIM, UPCAST)
             # What no row of the tile sees is not read: it may be anything.
             seen = is_key & (n <= last)
-            scores = _scores(
+            scores = scores_of(
                 q,
                 k_ptr,
-                n,
+                n.to(tl.int64) * k_stride,
                 seen,
-                k_stride,
                 dim,
                 score_scale,
                 logit_cap,
@@ -218,11 +181,9 @@ def _received_kernel(
             )
             lse = tl.load(lse_ptr + head.to(tl.int64) * num_rows + row, mask=is_row, other=0.0)
             visible = (n[None, :] <= position[:, None]) & seen[None, :]
-            if HAS_FIRSTS:
-                visible = visible & (n[None, :] >= first[:, None])
             if SKIP_SELF:
                 visible = visible & (n[None, :] != position[:, None])
-            weights = tl.exp2((2.0 if SQUARED else 1.0) * (scores - lse[:, None]))
+            weights = tl.exp2(scores - lse[:, None])
             mass += tl.sum(tl.where(visible, weights, 0.0), 0)
     tl.store(received_ptr + head.to(tl.int64) * kv_len + n, mass, mask=is_key)
 
@@ -232,70 +193,48 @@ def attention_mass_triton(
     k: torch.Tensor,
     row_positions: torch.Tensor,
     starts: Sequence[int] | None,
-    lse: torch.Tensor | None,
     sinks: torch.Tensor | None,
-    row_firsts: torch.Tensor | None,
     *,
     sm_scale: float,
     logit_cap: float,
     skip_self: bool,
-    squared: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """`attention_mass` without a host synchronisation; the last dimension of q and k must be dense.
 
     Args:
         starts: where segments begin, as in `attention_mass`; None = no segments.
-        lse: `[num_rows, num_q_heads]`; with it and without segments the first pass is left out.
         sinks: `[num_q_heads]`, added to the log-sum-exp of the rows, never to that of a segment.
-        row_firsts: as in `attention_mass`.
     """
     check_dense(q=q, k=k)
-    (num_rows, num_heads, head_dim), (kv_len, num_kv_heads, _) = q.shape, k.shape
+    (num_rows, num_heads, _), (kv_len, num_kv_heads, _) = q.shape, k.shape
     received = torch.empty(num_heads, kv_len, dtype=torch.float32, device=q.device)
-    # A cap stands between two scales: cap * tanh(score / cap).
-    scales = (sm_scale / logit_cap if logit_cap > 0 else sm_scale * LOG2_E, logit_cap * LOG2_E)
+    scales = scales_of(sm_scale, logit_cap)
     strides = (q.stride(0), q.stride(1), k.stride(0), k.stride(1))
-    block_rows, block_keys = _choose_blocks(head_dim, q.element_size())
-    options = {
-        "GROUP": num_heads // num_kv_heads,
-        "HEAD_DIM": head_dim,
-        "HEAD_PAD": max(triton.next_power_of_2(head_dim), 16),
-        "HAS_CAP": logit_cap > 0,
-        "HAS_FIRSTS": row_firsts is not None,
-        "BLOCK_ROWS": block_rows,
-        "BLOCK_KEYS": block_keys,
-        **dot_options(q),
-        **fp8_options(k.dtype),
-        "num_warps": 4,
-    }
+    options = score_options(q, num_heads // num_kv_heads, k.dtype, logit_cap)
+    num_tiles = triton.cdiv(num_rows, options["BLOCK_ROWS"])
     positions = row_positions.contiguous()
-    row_firsts = positions if row_firsts is None else row_firsts.contiguous()
-    row_lse = None if lse is None else (lse.float() * math.log2(math.e)).t().contiguous()
-    if lse is None or starts is not None:
-        num_tiles = triton.cdiv(num_rows, block_rows)
-        piece_len = max(_MIN_PIECE_LEN, triton.next_power_of_2(kv_len * num_tiles * num_heads // _MAX_PROGRAMS))
-        cuts, firsts = _cut(starts, kv_len, piece_len, q.device)
-        num_pieces, num_segments = len(cuts) - 1, len(starts or ())
-        found = received.new_empty(1 + num_pieces + num_segments, num_heads, num_rows)
-        _lse_kernel[(num_tiles, num_heads, num_pieces)](
-            *(q, raw(k), positions, row_firsts, cuts, found, num_rows, *scales),
-            *strides,
-            **options,
-        )
-        _join_kernel[(triton.cdiv(num_heads * num_rows, 32), 1 + num_segments)](
-            *(firsts, found, num_heads * num_rows, num_pieces), BLOCK_ROWS=32, BLOCK_PIECES=32, num_warps=4
-        )
-        row_lse = found[0] if row_lse is None else row_lse
-    if sinks is not None:
-        row_lse = torch.logaddexp2(row_lse, (sinks.float() * LOG2_E)[:, None])
-    _received_kernel[(triton.cdiv(kv_len, block_keys), num_heads)](
-        *(q, raw(k), positions, row_firsts, row_lse, received, num_rows, kv_len, *scales),
+    piece_len = max(_MIN_PIECE_LEN, triton.next_power_of_2(kv_len * num_tiles * num_heads // _MAX_PROGRAMS))
+    cuts, firsts = _cut(starts, kv_len, piece_len, q.device)
+    num_pieces, num_segments = len(cuts) - 1, len(starts or ())
+    lse = received.new_empty(1 + num_pieces + num_segments, num_heads, num_rows)
+    _lse_kernel[(num_tiles, num_heads, num_pieces)](
+        *(q, raw(k), positions, cuts, lse, num_rows, *scales),
         *strides,
-        SKIP_SELF=skip_self,
-        SQUARED=squared,
         **options,
     )
-    by_segment = None if starts is None else torch.exp2(found[1 + num_pieces :] - row_lse).mean(1).t()
+    _join_kernel[(triton.cdiv(num_heads * num_rows, 32), 1 + num_segments)](
+        *(firsts, lse, num_heads * num_rows, num_pieces), BLOCK_ROWS=32, BLOCK_PIECES=32, num_warps=4
+    )
+    row_lse = lse[0]
+    if sinks is not None:
+        row_lse = torch.logaddexp2(row_lse, (sinks.float() * LOG2_E)[:, None])
+    _received_kernel[(triton.cdiv(kv_len, options["BLOCK_KEYS"]), num_heads)](
+        *(q, raw(k), positions, row_lse, received, num_rows, kv_len, *scales),
+        *strides,
+        SKIP_SELF=skip_self,
+        **options,
+    )
+    by_segment = None if starts is None else torch.exp2(lse[1 + num_pieces :] - row_lse).mean(1).t()
     return received.mean(0), by_segment
 
 
@@ -309,10 +248,3 @@ def _cut(starts: Sequence[int] | None, kv_len: int, piece_len: int, device: torc
     segments = [range(begin, end, piece_len) for begin, end in itertools.pairwise([*starts, kv_len])]
     cuts = np.array([*itertools.chain.from_iterable(segments), kv_len], dtype=np.int64)
     return upload([cuts, np.cumsum([0, *map(len, segments)], dtype=np.int64)], device)
-
-
-def _choose_blocks(head_dim: int, element_size: int) -> tuple[int, int]:
-    """(BLOCK_ROWS, BLOCK_KEYS): without spills, and the 64 rows that sm_90's matrix products want."""
-    if element_size == 4:
-        return 16, 32
-    return 64, 64 if head_dim <= 128 else 32

@@ -9,19 +9,16 @@ write.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
 import torch
 import triton
 import triton.language as tl
 
 from sgl_kernel_ext.backend import check_dense
 from sgl_kernel_ext.rotary import RotarySpec, Turn
-from sgl_kernel_ext.transfer import upload
-from sgl_kernel_ext.triton_parts import fp8_of_fp32, fp8_options, fp32_of_fp8
+from sgl_kernel_ext.triton_parts import ELEMENTS, AddressTable, addresses, fp8_of_fp32, fp8_options, fp32_of_fp8
 
 # Elements of K that a program holds, at 128 threads two or four 16-byte words each, and as many of V; heads (2 KB in a
 # row at 128 dimensions of two bytes) before tokens, and no more tokens than leave programs for every multiprocessor
@@ -29,8 +26,6 @@ from sgl_kernel_ext.triton_parts import fp8_of_fp32, fp8_options, fp32_of_fp8
 _TILE_LEN = 4096
 _MAX_BLOCK_HEADS = 8
 _MAX_BLOCK_TOKENS = 16
-# How the kernel sees an element; fp8 as bytes.
-_ELEMENTS = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
 # --- the kernel -------------------------------------------------------------------------------------------------------
@@ -84,7 +79,7 @@ def _copy_rotate_kernel(
     k_ptr = tl.load(k_ptrs + layer).to(tl.pointer_type(DTYPE))
     v_ptr = tl.load(v_ptrs + layer).to(tl.pointer_type(DTYPE))
     if IS_ALIGNED:
-        # Nothing else says so of an address that was loaded, and without it there are no 16-byte accesses.
+        # Without this there are no 16-byte accesses.
         k_ptr = tl.multiple_of(k_ptr, 16)
         v_ptr = tl.multiple_of(v_ptr, 16)
     token = tl.program_id(1) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
@@ -161,59 +156,35 @@ def copy_rotate_triton(
     for name, buffers in (("k_buffers", k_buffers), ("v_buffers", v_buffers)):
         for layer, buffer in enumerate(buffers):
             check_dense(**{f"{name}[{layer}]": buffer})
-    device = src_loc.device
-    if triton.knobs.runtime.interpret and device.type != "cpu":
-        # It would take the addresses in the table for its own.
-        raise ValueError(f"backend: Triton's interpreter needs tensors on the CPU, not on {device}")
-    groups: dict[_Layout, tuple[list[int], list[int]]] = {}
+    groups: dict[_Layout, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
     for k, v in zip(k_buffers, v_buffers, strict=True):
         layout = _Layout(k.dtype, k.shape[1], k.shape[2], v.shape[2], (*k.stride()[:2], *v.stride()[:2]))
-        k_addresses, v_addresses = groups.setdefault(layout, ([], []))
-        k_addresses.append(k.data_ptr())
-        v_addresses.append(v.data_ptr())
-    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    launches = [
-        (layout, *(_address_table(tuple(addresses), device, stream) for addresses in pair))
-        for layout, pair in groups.items()
-    ]
+        for buffers, buffer in zip(groups.setdefault(layout, ([], [])), (k, v), strict=True):
+            buffers.append(buffer)
+    launches = [(layout, *map(addresses, pair)) for layout, pair in groups.items()]
     tokens = (src_loc.contiguous(), dst_loc.contiguous(), turn.by.contiguous(), *turn.table(spec))
     for layout, k_table, v_table in launches:
         _launch(layout, k_table, v_table, tokens, spec)
 
 
-class _AddressTable(NamedTuple):
-    addresses: torch.Tensor  # [num_layers] int64, device
-    is_aligned: bool  # all of them to 16 bytes
-
-
-@functools.lru_cache(maxsize=1024)  # K and V of all layers together, and of each by itself, by stream
-def _address_table(addresses: tuple[int, ...], device: torch.device, stream: int) -> _AddressTable:
-    """The addresses on the device. It holds no buffer, and is right for any that lie there.
-
-    `stream` is part of the key alone: the copy is not waited for, so only work behind it on its own stream may read it.
-    """
-    (table,) = upload([np.array(addresses, dtype=np.int64)], device)
-    return _AddressTable(table, all(address % 16 == 0 for address in addresses))
-
-
 def _launch(
-    layout: _Layout, k_table: _AddressTable, v_table: _AddressTable, tokens: Sequence[torch.Tensor], spec: RotarySpec
+    layout: _Layout, k_table: AddressTable, v_table: AddressTable, tokens: Sequence[torch.Tensor], spec: RotarySpec
 ) -> None:
     half, pass_len = spec.rotary_dim // 2, layout.k_dim - spec.rotary_dim
     half_pad, pass_pad, v_pad = (triton.next_power_of_2(max(n, 1)) for n in (half, pass_len, layout.v_dim))
     block_heads, block_tokens = _choose_block(layout.num_heads, max(2 * half_pad, v_pad))
     num_tokens = tokens[0].numel()
     # Heads are the fastest axis: programs that run together write neighbouring memory.
-    grid = (layout.num_heads // block_heads, triton.cdiv(num_tokens, block_tokens), k_table.addresses.numel())
+    grid = (layout.num_heads // block_heads, triton.cdiv(num_tokens, block_tokens), len(k_table.on_device))
     _copy_rotate_kernel[grid](
-        k_table.addresses,
-        v_table.addresses,
+        k_table.on_device,
+        v_table.on_device,
         *tokens,
         num_tokens,
         *layout.strides,
-        DTYPE=_ELEMENTS.get(layout.dtype, tl.uint8),
+        DTYPE=ELEMENTS.get(layout.dtype, tl.uint8),
         **fp8_options(layout.dtype),
-        IS_ALIGNED=k_table.is_aligned and v_table.is_aligned,
+        IS_ALIGNED=k_table.are_aligned and v_table.are_aligned,
         HALF=half,
         PASS_LEN=pass_len,
         V_DIM=layout.v_dim,

@@ -87,7 +87,7 @@ def _jit_functions() -> list[JITFunction]:
     return [value for module in modules for value in vars(module).values() if isinstance(value, JITFunction)]
 
 
-_OPERATIONS = ("add_drift", "attention_mass", "copy_rotate", "kv_deviation", "sparse_extend")
+_OPERATIONS = ("add_drift", "attention_mass", "copy_rotate", "kv_deviation", "question_mass", "sparse_extend")
 
 
 def _new_caches(function: JITFunction) -> Any:

@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sgl_kernel_ext import RotarySpec, copy_rotate, rotary
+from sgl_kernel_ext import RotarySpec, copy_rotate, rotary, triton_parts
 from sgl_kernel_ext.copy_rotate import triton as kernels
 from sgl_kernel_ext.rotary import default_inv_freq
 
@@ -57,7 +57,7 @@ def test_layers_of_different_layouts(dtype):
 def test_one_launch_for_equal_layers(monkeypatch):
     launches = []
     launch = kernels._launch
-    monkeypatch.setattr(kernels, "_launch", lambda *args: (launches.append(args[1].addresses.numel()), launch(*args)))
+    monkeypatch.setattr(kernels, "_launch", lambda *args: (launches.append(len(args[1].on_device)), launch(*args)))
     check(*scattered(9), some_deltas(9), layouts=["dense"] * 5, backend="triton")
     assert launches == [5]
     launches.clear()
@@ -81,10 +81,10 @@ def test_a_turn_is_computed_once_for_all_layers(monkeypatch):
 def test_addresses_are_made_once():
     spec = RotarySpec(8, True, default_inv_freq(10_000.0, 8))
     pools = [[torch.ones(4, 1, 8) for _ in range(3)] for _ in "kv"]
-    kernels._address_table.cache_clear()
+    triton_parts._constants.cache_clear()
     for delta in (3, 4):
         copy_rotate(*pools, torch.tensor([0]), torch.tensor([1]), torch.tensor([delta]), spec, backend="triton")
-    assert kernels._address_table.cache_info()[:2] == (2, 2)  # K and V, twice
+    assert triton_parts._constants.cache_info()[:2] == (2, 2)  # K and V, twice
 
 
 def test_nothing_to_copy():

@@ -89,15 +89,6 @@ def test_triton_refuses_row_starts():
         attention_mass(*problem.inputs, sm_scale=0.25, row_starts=torch.tensor([0, 4]), backend="triton")
 
 
-@pytest.mark.parametrize(
-    "given", [{}, {"squared": True}, {"sinks": torch.linspace(-1, 4, 4)}], ids=["", "squared", "sinks"]
-)
-def test_requests_one_behind_the_other(given, monkeypatch):
-    monkeypatch.setattr(module, "_BLOCK_ELEMENTS_CPU", 4 * 60 * 3)  # three rows a block
-    problem = build(60, [7, 18, 19, 25, 31, 59])
-    check(problem, row_firsts=torch.tensor([0, 0, 0, 22, 22, 22]), **given)
-
-
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 @pytest.mark.parametrize("starts", [None, [0, 300]], ids=["question", "a long segment"])
 @pytest.mark.parametrize("kv_len", [8192, 32768, 131072])
@@ -123,7 +114,7 @@ def test_hard_rows(kv_len, positions, dtype, logit_cap):
     check(problem, logit_cap=logit_cap, segment_starts=[0, kv_len // 3, kv_len // 2])
 
 
-@pytest.mark.parametrize("given", [{}, {"skip_self": True}, {"squared": True}, {"logit_cap": 3.0}], ids=str)
+@pytest.mark.parametrize("given", [{}, {"skip_self": True}, {"logit_cap": 3.0}], ids=str)
 @pytest.mark.parametrize(("kv_len", "positions"), HARD)
 def test_sinks_take_a_share_of_every_row(kv_len, positions, given):
     problem = build(kv_len, positions)
@@ -176,11 +167,6 @@ def test_a_small_segment_behind_a_large_one_is_not_lost():
     _, by_segment = attention_mass(q, k, torch.tensor([99]), sm_scale=1.0, segment_starts=[0, 99])
     _, expected = attention_mass_reference(q, k, torch.tensor([99]), sm_scale=1.0, segment_starts=[0, 99])
     torch.testing.assert_close(by_segment.double(), expected, rtol=1e-5, atol=0)
-
-
-@pytest.mark.parametrize("logit_cap", [0.0, 2.0])
-def test_squares(logit_cap):
-    check(build(40, [3, 20, 39]), squared=True, logit_cap=logit_cap, segment_starts=[0, 8])
 
 
 @pytest.mark.parametrize("skip_self", [False, True])

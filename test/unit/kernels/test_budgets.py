@@ -18,14 +18,17 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reas
 SHARED = {80: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10}
 TENSOR_CORES = {80: "HMMA", 89: "HMMA", 90: "HGMMA", 100: "UTCHMMA"}
 MULTIPLIES = ("_sparse_extend_kernel", "_lse_kernel", "_received_kernel")
+MULTIPLIES += ("_question_lse_kernel", "_question_received_kernel")
 SHAPES = {str(shape): shape for shape in common_shapes()}
 SINKS = "64/8 heads x 64, bfloat16, window 127, sinks"
 FAST = [*((arch, "32/8 heads x 128, bfloat16") for arch in (80, 90, 100)), (90, SINKS)]
 SLOW = [(arch, name) for arch in SHARED for name in SHAPES if (arch, name) not in FAST]
 # Slower than they could be there, and right: these spill, or have more shared memory than a smaller card of the kind.
 OVER = {
-    (89, "28/4 heads x 128, bfloat16"), (100, "32/8 heads x 128, bfloat16 float8_e4m3fn"),
-    (100, "8/4 heads x 256, bfloat16, cap 50, window 4095"), (100, SINKS),
+    (89, "28/4 heads x 128, bfloat16"), (89, "14/2 heads x 64, bfloat16"),
+    (89, "32/8 heads x 128, bfloat16 float8_e4m3fn"), (89, "32/8 heads x 128, bfloat16 float8_e5m2"),
+    (100, "32/8 heads x 128, bfloat16 float8_e4m3fn"), (100, "8/4 heads x 256, bfloat16, cap 50, window 4095"),
+    (100, SINKS),
 }  # fmt: skip
 
 

@@ -15,6 +15,7 @@ from sgl_kernel_ext.add_drift import Drift, add_drift  # noqa: E402
 from sgl_kernel_ext.attention_mass import attention_mass  # noqa: E402
 from sgl_kernel_ext.copy_rotate import copy_rotate  # noqa: E402
 from sgl_kernel_ext.kv_deviation import kv_deviation  # noqa: E402
+from sgl_kernel_ext.question_mass import Questions, question_mass  # noqa: E402
 from sgl_kernel_ext.rotary import RotarySpec, Turn, default_inv_freq  # noqa: E402
 from sgl_kernel_ext.self_test_cases import ModelShape, cases, common_shapes, shape_of  # noqa: E402
 from sgl_kernel_ext.sparse_extend import sparse_extend  # noqa: E402
@@ -70,8 +71,20 @@ def serve(shape: ModelShape, rng: random.Random) -> None:
     kv_len = rng.choice([16, 33, 50])
     keys = torch.zeros(kv_len, shape.num_kv_heads, shape.head_dim, dtype=shape.kv_dtype)
     attention_mass(q[:kv_len], keys, positions[:kv_len], **options)
-    own, squared = positions[:kv_len], rng.random() < 0.5
-    attention_mass(q[:kv_len].contiguous(), keys, own, row_firsts=own, squared=squared, **options)
+    num_asking = rng.choice([1, 2, 16])
+    starts = [rng.choice([0, 1, 15, 16, 2000]) for _ in range(num_asking)]
+    row_lens = [rng.choice([1, 3, 16]) for _ in range(num_asking)]
+    kv_lens = [start + n for start, n in zip(starts, row_lens, strict=True)]
+    slots = odd_view(torch.zeros(sum(kv_lens), dtype=torch.int64))
+    rows = torch.zeros(num_layers, sum(row_lens), shape.num_q_heads, shape.head_dim, dtype=shape.dtype)
+    question_mass(
+        *(rows, [k] * num_layers, Questions(row_lens, row_lens, starts, kv_lens, slots)),
+        **options,
+        k_scales=[rng.choice([1.0, 0.5])] * num_layers,
+        squared=rng.random() < 0.5,
+        sinks=None if sinks is None else [sinks] * num_layers,
+        added_to=rng.choice([None, odd_view(torch.zeros(sum(kv_lens)))]),
+    )
     heads = shape.sampled_heads
     keys = torch.zeros(kv_len, heads, shape.head_dim, dtype=shape.kv_dtype)
     starts = list(range(0, kv_len, rng.choice([1, 7, 16])))
@@ -97,10 +110,13 @@ def test_traffic_meets_no_key_that_the_self_test_did_not(shape):
         "_sparse_extend_kernel": 4 if shape.window >= 0 else 2,
         "_combine_splits_kernel": 1,
         "_copy_rotate_kernel": 1,
-        # Of a question, of several, of sampled heads; squared, too.
-        "_lse_kernel": 3 if shape.num_q_heads != shape.num_kv_heads else 2,
+        # Of all heads, and of those that statistics look at.
+        "_lse_kernel": 2 if shape.num_q_heads != shape.num_kv_heads else 1,
         "_join_kernel": 1,
-        "_received_kernel": 4,
+        "_received_kernel": 2,
+        "_question_lse_kernel": 1,
+        "_question_received_kernel": 2,  # squared, too
+        "_sum_layers_kernel": 1,
         "_kv_deviation_kernel": 2,  # of K and V, and of V alone
         "_totals_kernel": 1,
         "_drift_sums_kernel": 2 if shape.has_unrotated else 1,

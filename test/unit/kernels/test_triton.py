@@ -20,7 +20,9 @@ HERE = Path(__file__).parent
 
 
 @needs_triton
-@pytest.mark.parametrize("operation", ["add_drift", "attention_mass", "copy_rotate", "kv_deviation", "sparse_extend"])
+@pytest.mark.parametrize(
+    "operation", ["add_drift", "attention_mass", "copy_rotate", "kv_deviation", "question_mass", "sparse_extend"]
+)
 def test_in_the_interpreter(operation):
     passes_in_the_interpreter(HERE / f"interpreted_{operation}.py")
 

@@ -11,7 +11,8 @@ from chunk_cache.methods import METHODS, Stage
 from sgl_kernel_ext.attention_mass.naive import attention_mass_reference
 from sgl_kernel_ext.backend import FP8
 from sgl_kernel_ext.kv_deviation.naive import kv_deviation_reference
-from sglang_chunk_cache.forward.selection.scorer import QuestionAtLayer, RowsAtLayer, scorer_of
+from sgl_kernel_ext.question_mass import Questions
+from sglang_chunk_cache.forward.selection.scorer import AskedLayers, RowsAtLayer, scorer_of
 from sglang_chunk_cache.kv.layer_kv import LayerKV
 from sglang_chunk_cache.kv.ranks import sum_over_ranks
 
@@ -47,33 +48,30 @@ def make_rows(seed: int = 0) -> RowsAtLayer:
     )
 
 
-def question_of(*requests: RowsAtLayer) -> QuestionAtLayer:
-    """The questions of these rows, once the K of all of them is written; each request has slots of its own."""
+def question_of(*requests: RowsAtLayer) -> AskedLayers:
+    """The questions of these rows at one layer, once the K of all of them is written; no requests share a slot."""
     first = requests[0]
-    buffers, slots, firsts = [], [], []
+    buffers, slots = [], []
     for i, rows in enumerate(requests):
         k = rows.stored.k.clone()
         k[rows.slots()] = rows.k.to(k.dtype)
         buffers.append(k)
         slots.append(rows.kv_slots + i * NUM_SLOTS)
-        firsts.append(torch.full((rows.num_question,), i * KV_LEN))
-    return QuestionAtLayer(
-        q=torch.cat([rows.question_q for rows in requests]),
-        positions=torch.cat([rows.question_positions + one for rows, one in zip(requests, firsts, strict=True)]),
-        firsts=torch.cat(firsts),
-        row_lens=[rows.num_question for rows in requests],
-        kv_lens=[KV_LEN for _ in requests],
-        kv_slots=torch.cat(slots),
-        stored=dataclasses.replace(first.stored, k=torch.cat(buffers)),
+    num = len(requests)
+    asked = Questions([0] * num, [len(QUESTION)] * num, [QUESTION[0]] * num, [KV_LEN] * num, torch.cat(slots))
+    return AskedLayers(
+        q=torch.cat([rows.question_q for rows in requests])[None],
+        questions=asked,
+        stored=[dataclasses.replace(first.stored, k=torch.cat(buffers))],
         sm_scale=first.sm_scale,
         logit_cap=first.logit_cap,
-        tp_size=first.tp_size,
-        sinks=first.sinks,
+        sinks=None if first.sinks is None else [first.sinks],
+        so_far=None,
         kernel="auto",
     )
 
 
-def seen_by(name: str, rows: RowsAtLayer) -> RowsAtLayer | QuestionAtLayer:
+def seen_by(name: str, rows: RowsAtLayer) -> RowsAtLayer | AskedLayers:
     return rows if METHODS[name].stage is Stage.LAYER else question_of(rows)
 
 
@@ -149,6 +147,15 @@ def test_each_question_scores_the_keys_of_its_own_request(name: str) -> None:
     torch.testing.assert_close(scorer_of(name)(question_of(*requests)).double(), apart, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("name", ["fusionrag", "infoflow"])
+def test_layers_add_up(name: str) -> None:
+    asked = question_of(make_rows())
+    alone = scorer_of(name)(asked)
+    both = dataclasses.replace(asked, q=torch.cat([asked.q, asked.q]), stored=[*asked.stored, *asked.stored])
+    for found in (scorer_of(name)(both), scorer_of(name)(dataclasses.replace(asked, so_far=alone))):
+        torch.testing.assert_close(found, 2 * alone, atol=1e-6, rtol=1e-6)
+
+
 @pytest.mark.parametrize("dtype", FP8)
 @pytest.mark.parametrize("name", ["cacheblend", "a3"])
 def test_what_is_stored_in_fp8_is_scaled(name: str, dtype: torch.dtype) -> None:
@@ -195,7 +202,8 @@ def test_scores_of_the_ranks_add_up_to_those_of_all_heads(name: str, tp_size: in
             tp_size=tp_size,
         )
         parts.append(scorer_of(name)(seen_by(name, part)))
-    torch.testing.assert_close(sum(parts), scorer_of(name)(seen_by(name, rows)), atol=1e-5, rtol=1e-5)
+    total = sum(parts) if METHODS[name].stage is Stage.LAYER else sum(parts) / tp_size  # by `QuestionPass`
+    torch.testing.assert_close(total, scorer_of(name)(seen_by(name, rows)), atol=1e-5, rtol=1e-5)
 
 
 def test_one_rank_has_nothing_to_add() -> None:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import torch
 
-from sglang_chunk_cache.forward.selection.scorer import QuestionAtLayer
+from sglang_chunk_cache.forward.selection.scorer import AskedLayers
 
 
-def score(rows: QuestionAtLayer) -> torch.Tensor:
-    """`[sum of kv_lens]`: column sum of the squares of softmax(q_U k), mean over heads, of one scored layer."""
-    return rows.question_mass(squared=True)
+def score(asked: AskedLayers) -> torch.Tensor:
+    """`[sum of kv_lens]`: column sum of the squares of softmax(q_U k), mean over heads, sum over layers."""
+    return asked.question_mass(squared=True)

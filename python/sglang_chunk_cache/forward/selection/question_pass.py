@@ -1,52 +1,99 @@
 """QuestionPass: questions look at the reused cache in a forward of their own, before rows are chosen.
 
 That forward has the rows that are computed in any case, and is one of SGLang's like any other; its K and V are written
-again by the next one. A `QuestionPass` looks on and adds up scores, those of requests with the same method and layers
-at once; when the forward has ended, each request gets its own.
+again by the next one. A `QuestionPass` looks on and keeps the questions' Q of each scored layer; when the forward has
+ended, all layers of all requests with the same method and layers are scored at once, and each request gets its own.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from sgl_kernel_ext.transfer import upload
+from sgl_kernel_ext.question_mass import Questions, layout_of
 from sglang_chunk_cache.forward.attending import ObservedRows
 from sglang_chunk_cache.forward.rows import FusedRows
 from sglang_chunk_cache.forward.selection.progress import RequestProgress
-from sglang_chunk_cache.forward.selection.scorer import QuestionAtLayer, Scorer, scorer_of
+from sglang_chunk_cache.forward.selection.scorer import AskedLayers, scorer_of
 from sglang_chunk_cache.kv.layer_kv import LayerKV
 from sglang_chunk_cache.kv.ranks import sum_over_ranks
 
-MAX_KEYS = 1 << 17
-"""Keys that are scored at once: a layer's keys are copied for it, at 2 KiB each in bf16 with 8 KV heads of 128."""
+if TYPE_CHECKING:
+    from sglang.srt.layers.radix_attention import RadixAttention
+
+MAX_BYTES = 256 << 20
+"""Of the Q and the scores of layers that are scored at once: 32 layers of an 8B model hold 32 questions of 32 rows."""
 
 
-@dataclass
 class _ScoredTogether:
     """Requests whose questions are scored alike.
 
-    Attributes:
-        layers: at which they are.
-        index: `[num_rows]` int64, their questions' rows in the forward.
-        positions, firsts, row_lens, kv_lens, kv_slots: as of `QuestionAtLayer`.
-        scores: of the layers so far, `[sum of kv_lens]` fp32.
+    Args:
+        requests: with their questions in the same order.
+        method: whose scores they are.
+        layers: at which they are scored.
+        kv_pool: SGLang's KV pool.
+        kernel: backend of the operations.
     """
 
-    requests: list[RequestProgress]
-    score: Scorer
-    layers: frozenset[int]
-    index: torch.Tensor
-    positions: torch.Tensor
-    firsts: torch.Tensor
-    row_lens: list[int]
-    kv_lens: list[int]
-    kv_slots: torch.Tensor
-    scores: torch.Tensor | None = None
+    def __init__(
+        self,
+        requests: Sequence[RequestProgress],
+        questions: Questions,
+        method: str,
+        layers: frozenset[int],
+        kv_pool: Any,
+        kernel: str,
+    ) -> None:
+        self.requests, self.questions, self.layers = requests, questions, layers
+        self.scores: torch.Tensor | None = None  # of the layers so far, [sum of kv_lens] fp32
+        self._score = scorer_of(method)
+        self._kv_pool, self._kernel = kv_pool, kernel
+        self._waiting: list[tuple[RadixAttention, LayerKV, torch.Tensor | None]] = []  # layers that are not scored yet
+        self._q = torch.empty(0)  # [num_layers, num_rows, num_q_heads, head_dim], with room for more layers
+
+    def add(self, q: torch.Tensor, layer: RadixAttention, sinks: torch.Tensor | None) -> None:
+        """Keeps the questions' rows of `q` `[num_rows of the forward, num_q_heads, head_dim]` of one layer."""
+        stored = LayerKV.of(self._kv_pool, layer)
+        if self._waiting and (len(self._waiting) == len(self._q) or not self._is_alike(q, layer, stored, sinks)):
+            self.score()
+        if not self._waiting and self._q.shape[2:] != q.shape[1:]:
+            num_rows, num_keys = self.questions.num_rows, len(self.questions.kv_slots)
+            num_bytes = num_rows * q[0].numel() * q.element_size() + 4 * num_keys
+            num_layers = max(1, min(len(self.layers), MAX_BYTES // num_bytes))
+            self._q = q.new_empty(num_layers, num_rows, *q.shape[1:])
+        self.questions.take(q, out=self._q[len(self._waiting)])
+        self._waiting.append((layer, stored, sinks))
+
+    def _is_alike(self, q: torch.Tensor, layer: RadixAttention, stored: LayerKV, sinks: torch.Tensor | None) -> bool:
+        """Whether the layer can be scored with those that wait."""
+        other, its, its_sinks = self._waiting[0]
+        return (q.shape[1:], layer.scaling, layer.logit_cap, layout_of(stored.k), sinks is None) == (
+            *(self._q.shape[2:], other.scaling, other.logit_cap, layout_of(its.k), its_sinks is None),
+        )
+
+    def score(self) -> None:
+        """Adds the layers that wait."""
+        if not self._waiting:
+            return
+        layers, stored, sinks = zip(*self._waiting, strict=True)
+        self.scores = self._score(
+            AskedLayers(
+                q=self._q[: len(layers)],
+                questions=self.questions,
+                stored=stored,
+                sm_scale=layers[0].scaling,
+                logit_cap=layers[0].logit_cap,
+                sinks=None if sinks[0] is None else sinks,
+                so_far=self.scores,
+                kernel=self._kernel,
+            )
+        )
+        self._waiting.clear()
 
 
 class QuestionPass:
@@ -62,77 +109,51 @@ class QuestionPass:
     def __init__(
         self, requests: Sequence[RequestProgress], row_lens: Sequence[int], rows: FusedRows, tp_size: int
     ) -> None:
-        self._kv_pool, self._kernel, self._tp_size = rows.kv_pool, rows.kernel, tp_size
-        alike: list[tuple[tuple[str, frozenset[int]], list[int]]] = []
+        self._tp_size = tp_size
         of_scoring: dict[tuple[str, frozenset[int]], list[int]] = {}
         for i, request in enumerate(requests):
             if request.asks_first:
-                members = of_scoring.get(request.question_scoring)
-                if members is None or sum(rows.kv_lens[one] for one in (*members, i)) > MAX_KEYS:
-                    members = of_scoring[request.question_scoring] = []
-                    alike.append((request.question_scoring, members))
-                members.append(i)
-        ends = np.cumsum(row_lens)
-        arrays: list[np.ndarray] = []
-        for _, members in alike:
-            first, own = 0, []
-            for i in members:
-                request = requests[i]
-                back = np.arange(request.num_question) - request.num_question - request.num_answer
-                firsts = np.full(len(back), first)
-                first += rows.kv_lens[i]
-                own.append((ends[i] + back, first + back, firsts))
-            arrays += [np.concatenate(one).astype(np.int64) for one in zip(*own, strict=True)]
-        uploaded = iter(upload(arrays, rows.row_positions.device))
-        self._alike = [
-            _ScoredTogether(
-                [requests[i] for i in members],
-                scorer_of(method),
-                layers,
-                *(next(uploaded), next(uploaded), next(uploaded)),
-                [requests[i].num_question for i in members],
+                of_scoring.setdefault(request.question_scoring, []).append(i)
+        ends = np.cumsum(row_lens).tolist()
+        self._alike: list[_ScoredTogether] = []
+        for (method, layers), members in of_scoring.items():
+            own = [requests[i] for i in members]
+            backs = [one.num_question + one.num_answer for one in own]
+            questions = Questions(
+                [ends[i] - back for i, back in zip(members, backs, strict=True)],
+                [one.num_question for one in own],
+                [rows.kv_lens[i] - back for i, back in zip(members, backs, strict=True)],
                 [rows.kv_lens[i] for i in members],
                 rows.kv_indices if len(members) == len(requests) else torch.cat([rows.slots_of(i) for i in members]),
             )
-            for (method, layers), members in alike
-        ]
+            self._alike.append(_ScoredTogether(own, questions, method, layers, rows.kv_pool, rows.kernel))
 
     def observes(self, layer_id: int) -> bool:
         """Whether a question is scored at this layer."""
         return any(layer_id in one.layers for one in self._alike)
 
     def observe(self, seen: ObservedRows) -> None:
-        """Adds one layer."""
+        """Keeps one layer."""
         layer, began = seen.layer, time.perf_counter()
         q = seen.q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
         for one in self._alike:
-            if layer.layer_id not in one.layers:
-                continue
-            scores = one.score(
-                QuestionAtLayer(
-                    q=q[one.index],
-                    positions=one.positions,
-                    firsts=one.firsts,
-                    row_lens=one.row_lens,
-                    kv_lens=one.kv_lens,
-                    kv_slots=one.kv_slots,
-                    stored=LayerKV.of(self._kv_pool, layer),
-                    sm_scale=layer.scaling,
-                    logit_cap=layer.logit_cap,
-                    tp_size=self._tp_size,
-                    sinks=seen.sinks,
-                    kernel=self._kernel,
-                )
-            )
-            one.scores = scores if one.scores is None else one.scores + scores
-        for one in self._alike:
-            for request in one.requests:
-                request.count_seconds(time.perf_counter() - began)
+            if layer.layer_id in one.layers:
+                one.add(q, layer, seen.sinks)
+        self._count_seconds(time.perf_counter() - began)
 
     def finish(self) -> None:
         """The forward has ended: each request is told its scores."""
+        began = time.perf_counter()
         for one in self._alike:
+            one.score()
             assert one.scores is not None, "no layer was scored"
-            scores = sum_over_ranks(one.scores, self._tp_size).split(one.kv_lens)
+            total = one.scores if self._tp_size == 1 else one.scores / self._tp_size
+            scores = sum_over_ranks(total, self._tp_size).split(one.questions.kv_lens)
             for request, own in zip(one.requests, scores, strict=True):
                 request.question_scores = own
+        self._count_seconds(time.perf_counter() - began)
+
+    def _count_seconds(self, seconds: float) -> None:
+        for one in self._alike:
+            for request in one.requests:
+                request.count_seconds(seconds)

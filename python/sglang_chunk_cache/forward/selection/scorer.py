@@ -1,6 +1,6 @@
-"""What a scorer sees at one layer; `scorer_of` finds the scorer of a method.
+"""What a scorer sees; `scorer_of` finds the scorer of a method.
 
-`QuestionAtLayer` are questions that are computed in a forward of their own, whose K is written; `RowsAtLayer` are rows
+`AskedLayers` are questions that were computed in a forward of their own, whose K is written; `RowsAtLayer` are rows
 that are about to attend, where buffers still hold the reused K and V, which are written afterwards. Promise: the
 tensors are read-only.
 """
@@ -10,71 +10,56 @@ from __future__ import annotations
 import pkgutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, TypeAlias
 
 import torch
 
 from chunk_cache.methods import Options
 from sgl_kernel_ext.attention_mass import attention_mass
-from sgl_kernel_ext.backend import resolve_backend
+from sgl_kernel_ext.question_mass import Questions, question_mass
 from sglang_chunk_cache.kv.layer_kv import LayerKV
 
 
 @dataclass(frozen=True)
-class QuestionAtLayer:
-    """Questions of some requests at one layer, whose keys stand one behind the other; heads are those of this rank.
+class AskedLayers:
+    """Questions of some requests at some layers, whose keys are alike; heads are those of this rank.
 
     Attributes:
-        q: `[num_rows, num_q_heads, head_dim]`, rotated.
-        positions: `[num_rows]` int64, ascending, among the keys of all.
-        firsts: `[num_rows]` int64, where the keys of the row's request begin.
-        row_lens, kv_lens: rows and keys of each request.
-        kv_slots: `[sum of kv_lens]` int64, the slot of each key.
-        stored: of this layer.
-        sm_scale, logit_cap: of the layer's attention.
-        tp_size: ranks among which the heads are divided.
-        sinks: `[num_q_heads]` of the layer's attention; None = it has none.
+        q: `[num_layers, questions.num_rows, num_q_heads, head_dim]`, rotated.
+        questions: which rows they are, and where the keys of their requests lie.
+        stored: of each layer.
+        sm_scale, logit_cap: of the layers' attention.
+        sinks: `[num_q_heads]` of each layer's attention; None = it has none.
+        so_far: `[sum of kv_lens]` fp32, scores of the layers in front of these; None = there are none.
         kernel: backend of the operations.
     """
 
     q: torch.Tensor
-    positions: torch.Tensor
-    firsts: torch.Tensor
-    row_lens: Sequence[int]
-    kv_lens: Sequence[int]
-    kv_slots: torch.Tensor
-    stored: LayerKV
+    questions: Questions
+    stored: Sequence[LayerKV]
     sm_scale: float
     logit_cap: float
-    tp_size: int
-    sinks: torch.Tensor | None
+    sinks: Sequence[torch.Tensor] | None
+    so_far: torch.Tensor | None
     kernel: str
 
     def question_mass(self, *, squared: bool = False) -> torch.Tensor:
-        """`[sum of kv_lens]` fp32: column sums of softmax(q k), or of its squares, over each key's question.
+        """`so_far`, and of these layers the column sums of softmax(q k), or of its squares, over each key's question.
 
-        This rank's part of the mean over heads.
+        The mean over the heads of this rank.
         """
-        mass = partial(
-            attention_mass,
+        return question_mass(
+            self.q,
+            [one.k for one in self.stored],
+            self.questions,
             sm_scale=self.sm_scale,
             logit_cap=self.logit_cap,
+            k_scales=[one.k_scale for one in self.stored],
             squared=squared,
             sinks=self.sinks,
+            added_to=self.so_far,
             backend=self.kernel,
         )
-        keys = self.stored.keys(self.kv_slots, self.q.dtype)
-        if resolve_backend(self.kernel, keys.device, "attention_mass") == "triton":
-            received, _ = mass(self.q, keys, self.positions, row_firsts=self.firsts)
-        else:
-            rows = zip(
-                *(self.q.split(self.row_lens), keys.split(self.kv_lens)),
-                (self.positions - self.firsts).split(self.row_lens),
-                strict=True,
-            )
-            received = torch.cat([mass(*own)[0] for own in rows])
-        return received if self.tp_size == 1 else received / self.tp_size
 
 
 @dataclass(frozen=True)
@@ -150,10 +135,11 @@ class RowsAtLayer:
 
 
 Scorer: TypeAlias = Callable[[Any], torch.Tensor]
-"""`score(rows)`: fp32, larger = recompute; the part of this rank's heads, which are summed over ranks afterwards.
+"""`score(rows)`: fp32, larger = recompute; ranks are summed afterwards.
 
-Of a method of stage LAYER it is given `RowsAtLayer` and returns `[num_rows]`; of stage QUESTION `QuestionAtLayer` and
-`[sum of kv_lens]`, where entries of tokens that are not reused are ignored.
+Of a method of stage LAYER it is given `RowsAtLayer` and returns `[num_rows]`, the part of this rank's heads; of stage
+QUESTION `AskedLayers`, to whose `so_far` it adds `[sum of kv_lens]`, means over this rank's heads, where entries of
+tokens that are not reused are ignored.
 """
 
 
