@@ -186,11 +186,11 @@ class AddressTable(NamedTuple):
     on_device: torch.Tensor
     """[num_tensors] int64."""
     are_aligned: bool
-    """All of them to 16 bytes. Nothing else says so of an address that a kernel loads."""
+    """Whether all lie at multiples of 16 bytes. Nothing else says so of an address that a kernel loads."""
 
 
 def addresses(tensors: Sequence[torch.Tensor]) -> AddressTable:
-    """Of tensors on one device, which the table does not hold: it is right for any that lie there.
+    """The addresses of tensors on one device; the table holds no tensor, so it is right for any that lie there.
 
     Raises:
         ValueError: Triton's interpreter would take addresses of a GPU for its own.

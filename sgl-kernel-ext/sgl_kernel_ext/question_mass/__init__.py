@@ -55,7 +55,7 @@ class Questions:
 
     @property
     def num_rows(self) -> int:
-        """Of all questions."""
+        """Rows of all questions."""
         return sum(self.row_lens)
 
     @cached_property

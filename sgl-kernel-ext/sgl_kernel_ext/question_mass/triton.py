@@ -313,6 +313,6 @@ def question_mass_triton(
 
 
 def _num_pieces(num_seen: int) -> int:
-    """As `_piece_len` cuts them."""
+    """How many pieces `_piece_len` makes of so many keys."""
     piece_len = max(-(-num_seen // _MAX_PIECES // 64) * 64, _MIN_PIECE_LEN)
     return -(-num_seen // piece_len)

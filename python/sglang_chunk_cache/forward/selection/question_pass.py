@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
 
 MAX_BYTES = 256 << 20
-"""Of the Q and the scores of layers that are scored at once: 32 layers of an 8B model hold 32 questions of 32 rows."""
+"""The most that Q and scores of layers scored at once may take: for an 8B model 32 questions of 32 rows."""
 
 
 class _ScoredTogether:
