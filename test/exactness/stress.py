@@ -22,18 +22,21 @@ from typing import Any
 import pytest
 
 from chunk_cache.errors import ChunkCacheRequestError
-from chunk_cache.methods import METHODS, STATE_METHODS
+from chunk_cache.methods import METHODS, STATE_METHODS, Stage
 from chunk_cache.methods.method_options import ChoiceOption, FloatOption, IntOption, LayersOption, Option
 from chunk_cache.methods.selected import CacheClip
 from chunk_cache.options.kept_tokens import droppable
 from chunk_cache.options.request_options import MODES, parse_request
+from chunk_cache.plan.selection_plan import is_selecting
 from chunk_cache.types import REASONS
-from exactness.cases import Prompt, Session
+from exactness.cases import Session
 from exactness.fp8_cases import assert_near, scaled
+from exactness.image_cases import Illustrated, Image
 from exactness.runner import Config, run_cases
 from local_scheduler import Reply, Request
-from sglang_chunk_cache.api.capabilities import what_keeps_all
+from sglang_chunk_cache.api.capabilities import what_fixes_rows, what_keeps_all
 from sglang_chunk_cache.kv.state_models import has_states
+from sglang_chunk_cache.start.model_refusals import REUSES_IMAGES
 
 NUM_LAYERS = 4
 SHARES = (0.6, 0.4, 1.0)  # of the pool and the index, that one partition may have
@@ -156,15 +159,37 @@ PRESSURE = [
         options=(*UPKEEP, ("seam_len", 8), ("state_bytes", "400KB")),  # for most of the chunks
         kind="qwen3_5",
     ),
+    Pressure(
+        max_total_tokens=2048,
+        page_size=16,
+        chunked=True,
+        force_retract=True,
+        loading="prefetch",
+        options=(*UPKEEP, *CONTEXTS),
+        kind="qwen3_vl",
+    ),
+    Pressure(
+        max_total_tokens=1024,
+        tp_size=2,
+        attn_dp_size=2,
+        chunked=True,
+        force_retract=True,
+        loading="prefetch",
+        options=(*UPKEEP, *CONTEXTS),
+        kind="deepseek_v2",
+    ),
 ]
 
 
-def methods_of(model_config: Any) -> list[str]:
-    """Names of those that a model is served with."""
-    return list(STATE_METHODS if has_states(model_config) else METHODS)
+def methods_of(server_args: Any, model_config: Any) -> list[str]:
+    """Names of those that a server serves a model with."""
+    names = STATE_METHODS if has_states(model_config) else METHODS
+    if what_fixes_rows(server_args) is None:
+        return list(names)
+    return [name for name in names if METHODS[name].stage is Stage.BEFORE and not METHODS[name].asks_selector]
 
 
-def random_recipe(rng: random.Random, names: Sequence[str]) -> dict[str, Any]:
+def random_recipe(rng: random.Random, names: Sequence[str], *, rows_are_fixed: bool = False) -> dict[str, Any]:
     """Some method of these, any of its options, any ratio; each may be left to the server.
 
     Drawn apart, so that a method or an option more changes recipes, and no other request.
@@ -180,11 +205,13 @@ def random_recipe(rng: random.Random, names: Sequence[str]) -> dict[str, Any]:
         if "method" in recipe and rng.random() < 0.5 and len(names) > len(STATE_METHODS):
             chosen = [option for option in method.options_schema if rng.random() < 0.4]
             recipe["options"] = {option.name: random_value(rng, option) for option in chosen}
+        options = parse_request(recipe).options
         try:
-            method.check_model(parse_request(recipe).options, NUM_LAYERS, "")
+            method.check_model(options, NUM_LAYERS, "")
         except ChunkCacheRequestError:
             continue  # two that do not fit
-        return recipe
+        if not (rows_are_fixed and is_selecting(method, options)):
+            return recipe
 
 
 def random_value(rng: random.Random, option: Option) -> Any:
@@ -204,23 +231,34 @@ def random_value(rng: random.Random, option: Option) -> Any:
 def random_requests(s: Session, total: int) -> list[Request]:
     """Any mixture of stored and new chunks, plain text, modes, methods, ratios, tenants, adapters and priorities."""
     rng = s.rng
-    more, is_mixed = random.Random(total), s.local.scheduler.server_args.enable_mixed_chunk
-    may_drop = what_keeps_all(s.local.scheduler.server_args, s.local.scheduler.model_config) is None
-    names = methods_of(s.local.scheduler.model_config)
+    server_args, model_config = s.local.scheduler.server_args, s.local.scheduler.model_config
+    more, is_mixed = random.Random(total), server_args.enable_mixed_chunk
+    may_drop = what_keeps_all(server_args, model_config) is None
+    names, rows_are_fixed = methods_of(server_args, model_config), what_fixes_rows(server_args) is not None
     if CacheClip.name in names:
         names += [CacheClip.name] * 2  # each answer of the selector is to come
     num_chunks = 24 // (1 + len(s.local.adapters))  # those of an adapter are its own, and must meet again
     chunks = s.chunks(*(rng.randrange(1, 90) for _ in range(num_chunks)))
+    sees = not REUSES_IMAGES.isdisjoint(model_config.hf_config.architectures)
+    images = [Image(n, 2 * more.randrange(1, 6)) if sees and more.random() < 0.4 else None for n in range(num_chunks)]
     requests = []
     for i in range(total):
-        prompt = Prompt().text(s.system if rng.random() < 0.9 else s.tokens(rng.randrange(0, 6)))
+        prompt = Illustrated()
+        prompt.text(s.system if rng.random() < 0.9 else s.tokens(rng.randrange(0, 6)))
         for _ in range(rng.randrange(0, 6)):
             if rng.random() < 0.15:
                 prompt.text(s.tokens(rng.randrange(1, 20)))
-            prompt.chunk(rng.choice(chunks) if rng.random() < 0.9 else s.tokens(rng.randrange(1, 60)))
+            if sees and more.random() < 0.1:
+                prompt.put(Image(100 + more.randrange(5), 2 * more.randrange(1, 6)))
+            if rng.random() < 0.9:
+                n = rng.choice(range(num_chunks))
+                place = len(chunks[n]) // 2
+                prompt.mark(chunks[n][:place], *filter(None, [images[n]]), chunks[n][place:])
+            else:
+                prompt.chunk(s.tokens(rng.randrange(1, 60)))
         if rng.random() < 0.9 or not prompt.ids:
             prompt.text(s.tokens(rng.randrange(1, 25)))
-        options = {"spans": prompt.spans, **random_recipe(rng, names)}
+        options = {"spans": prompt.spans, **random_recipe(rng, names, rows_are_fixed=rows_are_fixed)}
         if rng.random() < 0.15:
             options["mode"] = rng.choice(MODES)
         elif rng.random() < 0.1:
@@ -235,6 +273,7 @@ def random_requests(s: Session, total: int) -> list[Request]:
         request = Request(
             prompt.ids,
             options if rng.random() < 0.85 else None,
+            mm_inputs=prompt.inputs(s) if prompt.images else None,
             max_new_tokens=rng.choice([0, 1, 2, 5, 20, 40]),
             logprobs=not is_mixed or more.random() < 0.5,  # SGLang mixes batches without them only
             adapter=more.choice([None, *range(len(s.local.adapters))]),
@@ -380,18 +419,35 @@ def check_random_requests(config: Pressure, total: int, seed: int) -> Counter[st
     if config.kind != "qwen3_5":
         config = replace(config, options=(*config.options, ("partition_share", share_of(seed))))
     prefix = "scaled_" if config.has_scales else ""
+    # Ranks that attend apart have the same requests, in another order.
+    each = [f"{total // config.attn_dp_size**2} {seed + part}" for part in range(config.attn_dp_size)]
     with tempfile.TemporaryDirectory() as folder:
-        counts, ours = run_case(config.with_tiers(folder), True, f"{prefix}random_requests {total} {seed}")
-    stock = run_case(config.relaxed, False, f"{prefix}same_requests {total} {seed}")
+        results = run_cases(
+            config.with_tiers(folder),
+            is_ours=True,
+            names=[f"{prefix}random_requests {one}" for one in each],
+            module="exactness.stress",
+        )
+    counts: Counter[str] = Counter()
+    for one in each:
+        result = results[f"{prefix}random_requests {one}"]
+        assert not isinstance(result, str), result
+        stock = run_case(config.relaxed, False, f"{prefix}same_requests {one}")
+        for own_counts, ours in zip(result[::2], result[1::2], strict=True):
+            check_exact(config, ours, stock)
+            counts += own_counts + Counter({"equal to stock": len(ours)})
+    return counts
+
+
+def check_exact(config: Pressure, ours: dict[str, Reply], stock: dict[str, Reply]) -> None:
+    """Raises: AssertionError: a reply is not stock's."""
     if "kv_cache_dtype" in dict(config.server):
         assert_near(((mine, stock[rid]) for rid, mine in ours.items()), with_inputs=not config.overlap)
-    else:
-        for rid, mine in ours.items():
-            # What a state answers is normed, also where it is next to nothing: single tokens show rounding of 1e-3.
-            tolerance = (10 if config.kind == "qwen3_5" else 1) * TOLERANCE
-            assert_same(mine, stock[rid], with_inputs=not config.overlap, tolerance=tolerance)
-    counts["equal to stock"] = len(ours)
-    return counts
+        return
+    for rid, mine in ours.items():
+        # What a state answers is normed, also where it is next to nothing: single tokens show rounding of 1e-3.
+        tolerance = (10 if config.kind == "qwen3_5" else 1) * TOLERANCE
+        assert_same(mine, stock[rid], with_inputs=not config.overlap, tolerance=tolerance)
 
 
 def assert_same(mine: Reply, theirs: Reply, *, with_inputs: bool, tolerance: float = TOLERANCE) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from chunk_cache.methods import METHODS, STATE_METHODS
+from exactness.dp_attention_cases import EARLY
 from exactness.runner import Config
 from exactness.stress import PRESSURE, SELECTOR_REASONS, check_random_requests, run_case, share_of
 
@@ -42,7 +43,9 @@ def check(seed: int, num: int) -> None:
     assert counts["packed"] > (0 if keeps_all else num / 50) or keeps_all
     # One that loads layer by layer may have no idle turn; in a short one the first that waits may never find room.
     assert counts["verified"] or config.loading or num < 300 or not dict(config.options).get("verify_share")
-    names = {*STATE_METHODS} - {"full-reuse"} if config.kind == "qwen3_5" else METHODS  # there it is `seams` at ratio 0
+    names = EARLY if config.attn_dp_size > 1 else METHODS
+    if config.kind == "qwen3_5":
+        names = {*STATE_METHODS} - {"full-reuse"}  # there it is `seams` at ratio 0
     assert num < 1000 or all(counts[f"fused {method}"] for method in names)
     # A share leaves fewer hits, of which the selector is asked.
     asks = share_of(seed) == 1.0 and names is METHODS

@@ -269,6 +269,12 @@ class RowsOracle:
             how = {"seed": seed, "chunk_key": case.chunk_keys[i]}
             rows = case.method.rows_for_chunk(0, len(positions), budget, **how, blocks=blocks)
             chosen = [positions[row] for row in rows.tolist()]
+        elif case.method.name == "near-words":
+            chosen = positions[: num_rows - num_rows // 3]
+            left = [p for p in positions if p not in chosen]
+            around = sorted((p for p in left if self.block_worth(i, p) > 0), key=lambda p: (-self.block_worth(i, p), p))
+            chosen += around[: num_rows // 3]
+            chosen += [p for p in left if p not in chosen][: num_rows - len(chosen)]
         elif case.method.name == "lego-link":
             num_last = num_rows // 2
             chosen = positions[: num_rows - num_last] + positions[len(positions) - num_last :]
