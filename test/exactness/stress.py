@@ -34,7 +34,7 @@ from exactness.fp8_cases import assert_near, scaled
 from exactness.image_cases import Illustrated, Image
 from exactness.runner import Config, run_cases
 from local_scheduler import Reply, Request
-from sglang_chunk_cache.api.capabilities import what_fixes_rows, what_keeps_all
+from sglang_chunk_cache.api.capabilities import what_keeps_all
 from sglang_chunk_cache.kv.state_models import has_states
 from sglang_chunk_cache.start.model_refusals import REUSES_IMAGES
 
@@ -181,15 +181,17 @@ PRESSURE = [
 ]
 
 
-def methods_of(server_args: Any, model_config: Any) -> list[str]:
-    """Names of those that a server serves a model with."""
+def methods_of(model_config: Any, *, rows_are_fixed: bool) -> list[str]:
+    """Names of those that a model is served with."""
     names = STATE_METHODS if has_states(model_config) else METHODS
-    if what_fixes_rows(server_args) is None:
-        return list(names)
-    return [name for name in names if METHODS[name].stage is Stage.BEFORE and not METHODS[name].asks_selector]
+    return [
+        name
+        for name in names
+        if not rows_are_fixed or (METHODS[name].stage is Stage.BEFORE and not METHODS[name].asks_selector)
+    ]
 
 
-def random_recipe(rng: random.Random, names: Sequence[str], *, rows_are_fixed: bool = False) -> dict[str, Any]:
+def random_recipe(rng: random.Random, names: Sequence[str], *, rows_are_fixed: bool) -> dict[str, Any]:
     """Some method of these, any of its options, any ratio; each may be left to the server.
 
     Drawn apart, so that a method or an option more changes recipes, and no other request.
@@ -205,8 +207,8 @@ def random_recipe(rng: random.Random, names: Sequence[str], *, rows_are_fixed: b
         if "method" in recipe and rng.random() < 0.5 and len(names) > len(STATE_METHODS):
             chosen = [option for option in method.options_schema if rng.random() < 0.4]
             recipe["options"] = {option.name: random_value(rng, option) for option in chosen}
-        options = parse_request(recipe).options
         try:
+            options = parse_request(recipe).options
             method.check_model(options, NUM_LAYERS, "")
         except ChunkCacheRequestError:
             continue  # two that do not fit
@@ -228,13 +230,17 @@ def random_value(rng: random.Random, option: Option) -> Any:
     raise AssertionError(f"no values for {option}")
 
 
-def random_requests(s: Session, total: int) -> list[Request]:
-    """Any mixture of stored and new chunks, plain text, modes, methods, ratios, tenants, adapters and priorities."""
+def random_requests(s: Session, total: int, *, rows_are_fixed: bool) -> list[Request]:
+    """Any mixture of stored and new chunks, plain text, modes, methods, ratios, tenants, adapters and priorities.
+
+    Args:
+        rows_are_fixed: none chooses rows during the forward.
+    """
     rng = s.rng
     server_args, model_config = s.local.scheduler.server_args, s.local.scheduler.model_config
     more, is_mixed = random.Random(total), server_args.enable_mixed_chunk
     may_drop = what_keeps_all(server_args, model_config) is None
-    names, rows_are_fixed = methods_of(server_args, model_config), what_fixes_rows(server_args) is not None
+    names = methods_of(model_config, rows_are_fixed=rows_are_fixed)
     if CacheClip.name in names:
         names += [CacheClip.name] * 2  # each answer of the selector is to come
     num_chunks = 24 // (1 + len(s.local.adapters))  # those of an adapter are its own, and must meet again
@@ -306,14 +312,16 @@ def equals_stock(options: dict[str, Any] | None) -> bool:
     )
 
 
-def case_random_requests(s: Session, total: int, seed: int) -> tuple[Counter[str], dict[str, Reply]]:
+def case_random_requests(s: Session, total: int, seed: int, num_replicas: int) -> tuple[Counter[str], dict[str, Reply]]:
     """Random requests, some aborted, in a pool that holds a few of them; integrity after every step.
+
+    With replicas, which attend apart, none chooses rows during the forward.
 
     Returns:
         What happened, how often; and the replies, by request, that must be those of stock SGLang.
     """
     s.rng.seed(seed)
-    requests = random_requests(s, total)
+    requests = random_requests(s, total, rows_are_fixed=num_replicas > 1)
     by_rid = {request.rid: request for request in requests}
     live: list[str] = []
     asking: list[Request] = []  # of the selector, which answers sooner or later, or not
@@ -396,10 +404,11 @@ def count_reply(counts: Counter[str], request: Request, reply: Reply) -> None:
         counts["retracted_fused"] += reply.retractions > 0
 
 
-def case_same_requests(s: Session, total: int, seed: int) -> dict[str, Reply]:
+def case_same_requests(s: Session, total: int, seed: int, num_replicas: int) -> dict[str, Reply]:
     """Those of `case_random_requests` that must equal stock SGLang, without chunks."""
     s.rng.seed(seed)
-    requests = [one for one in random_requests(s, total) if equals_stock(one.chunk_cache)]
+    requests = random_requests(s, total, rows_are_fixed=num_replicas > 1)
+    requests = [one for one in requests if equals_stock(one.chunk_cache)]
     for request in requests:
         request.chunk_cache = None
     return {reply.rid: reply for i in range(0, len(requests), 8) for reply in s.local.generate(requests[i : i + 8])}
@@ -420,7 +429,8 @@ def check_random_requests(config: Pressure, total: int, seed: int) -> Counter[st
         config = replace(config, options=(*config.options, ("partition_share", share_of(seed))))
     prefix = "scaled_" if config.has_scales else ""
     # Ranks that attend apart have the same requests, in another order.
-    each = [f"{total // config.attn_dp_size**2} {seed + part}" for part in range(config.attn_dp_size)]
+    num = config.attn_dp_size
+    each = [f"{total // num**2} {seed + part} {num}" for part in range(num)]
     with tempfile.TemporaryDirectory() as folder:
         results = run_cases(
             config.with_tiers(folder),
