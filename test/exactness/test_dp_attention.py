@@ -32,13 +32,19 @@ FEW = ("few_rows 1", "few_rows 2")
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("config", "case"), [pytest.param(c, case, id=f"{c}-{case}") for c in CONFIGS for case in EXACT]
+    ("config", "case"),
+    [
+        pytest.param(config, case, id=f"{config}-{case}", marks=[pytest.mark.all] if config != CONFIGS[0] else [])
+        for config in CONFIGS
+        for case in EXACT
+    ],
 )
 def test_equals_stock(config: Config, case: str) -> None:
     compare(config, case, EXACT, MODULE)
 
 
 @pytest.mark.slow
+@pytest.mark.all
 @pytest.mark.parametrize("case", PACKING)
 def test_all_packed_equals_stock(case: str) -> None:
     config = Config(kind="qwen3", page_size=16, force_retract=True, **RANKS)
