@@ -73,7 +73,6 @@ class ChunkManager:
         max_unknown_rows, step_len: as in `make_plan`.
         words: of the model's tokenizer.
         has_states: as in `make_plan`.
-        reuses_images: whether chunks are reused in prompts with images; else these are computed exactly.
     """
 
     def __init__(
@@ -89,7 +88,6 @@ class ChunkManager:
         step_len: int | None = None,
         words: QuestionWords | None = None,
         has_states: bool = False,
-        reuses_images: bool = True,
     ) -> None:
         self.config = config
         self.store = store
@@ -107,7 +105,6 @@ class ChunkManager:
         self._max_unknown_rows, self._step_len = max_unknown_rows, step_len
         self._words = words or QuestionWords()
         self._has_states = has_states
-        self._reuses_images = reuses_images
         self._max_unit_cfo = math.inf if config.max_cfo is None else config.max_cfo / (config.alpha or 1.0)
         self._is_trust_limited = config.trust == "warmed"
         self._is_system_fixed = config.system_prompts == "same" or self._is_trust_limited
@@ -218,10 +215,6 @@ class ChunkManager:
     def has_prepared(self, prompt: ChunkPrompt, chunk: int) -> bool:
         return self._retention.has_prepared(prompt, chunk)
 
-    def is_unsupported(self, prompt: ChunkPrompt) -> bool:
-        """Whether a prompt is served exactly, and nothing of it is remembered."""
-        return prompt.unsupported or (bool(prompt.images) and not self._reuses_images)
-
     def plan(
         self,
         prompt: ChunkPrompt,
@@ -242,7 +235,7 @@ class ChunkManager:
             reasons: by key, why a chunk that is not stored could not be brought up from below the store.
             num_generated: tokens at the end of the prompt that were generated, of a request that was retracted.
         """
-        method, ratio, no_load = self._method, self._ratio, "unsupported" if self.is_unsupported(prompt) else None
+        method, ratio, no_load = self._method, self._ratio, "unsupported" if prompt.unsupported else None
         if decision is not None and decision.step is not None:
             method, ratio = decision.step.method, decision.step.ratio
         elif decision is not None:
@@ -290,7 +283,7 @@ class ChunkManager:
 
     def plan_kept(self, prompt: ChunkPrompt, prompt_len: int) -> KeptTokens | None:
         """What decoding keeps of a prompt, by its own `keep_tokens` or the server's; None = all of it."""
-        if self.is_unsupported(prompt):
+        if prompt.unsupported:
             return None
         asked = prompt.options.keep_tokens
         return plan_kept(prompt.options.spans, self.config.keep_tokens if asked is None else asked, prompt_len)

@@ -15,7 +15,7 @@ from chunk_cache.prompt.chunk_prompt import ChunkPrompt
 from sglang_chunk_cache.forward.added_rows import AddedRows
 from sglang_chunk_cache.forward.forward import Forward, Part, TargetForwards, announce, announced
 from sglang_chunk_cache.kv.pool import Load
-from sglang_chunk_cache.request.chunk_request import PARAM_NAME, Admission, ChunkRequest, state_of
+from sglang_chunk_cache.request.chunk_request import PARAM_NAME, Admission, ChunkRequest, leave_images_exact, state_of
 
 
 def admitted() -> tuple[ChunkRequest, Any]:
@@ -81,8 +81,8 @@ def test_a_draft_is_told_the_rows_of_the_same_batch_once() -> None:
         forwards.take(other)
 
 
-def turn(session: Any, rid: str, ids: list[int], options: RequestOptions, parent: str | None = None) -> ChunkRequest:
-    req = SimpleNamespace(
+def req_of(ids: list[int], options: RequestOptions, rid: str = "r", session: Any = None, images: Any = None) -> Any:
+    return SimpleNamespace(
         rid=rid,
         session=session,
         sampling_params=SimpleNamespace(custom_params={PARAM_NAME: dumps(options)}),
@@ -92,13 +92,30 @@ def turn(session: Any, rid: str, ids: list[int], options: RequestOptions, parent
         cache_salt=None,
         input_embeds=None,
         positional_embed_overrides=None,
-        multimodal_inputs=None,
+        multimodal_inputs=images,
         return_routed_experts=False,
     )
+
+
+def turn(session: Any, rid: str, ids: list[int], options: RequestOptions, parent: str | None = None) -> ChunkRequest:
+    req = req_of(ids, options, rid, session)
     session.req_nodes[rid] = SimpleNamespace(parent=session.req_nodes.get(parent), req=req)
     state = state_of(req)
     assert state is not None
     return state
+
+
+def test_where_nothing_is_reused_beside_images_only_texts_are_reused() -> None:
+    image = SimpleNamespace(is_image=lambda: True, offsets=[(2, 5)])
+    images = SimpleNamespace(mm_items=[image], mrope_positions=torch.arange(10).repeat(3, 1), vision_position_ids=None)
+    options = RequestOptions(spans=((6, 9),))
+    for inputs in (images, None):
+        req = req_of([*range(10)], options, images=inputs)
+        state = state_of(req)
+        assert state is not None
+        assert (state.prompt.unsupported, state.may_await_scores) == (False, True)
+        leave_images_exact(req)
+        assert (state.prompt.unsupported, state.may_await_scores) == (inputs is images, inputs is None)
 
 
 def test_a_chunk_keeps_its_name_in_later_turns() -> None:

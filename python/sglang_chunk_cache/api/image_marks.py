@@ -12,7 +12,7 @@ from typing import Any
 from chunk_cache.errors import request_error
 from chunk_cache.options.request_options import RequestOptions
 from chunk_cache.types import Span
-from sglang_chunk_cache.request.request_images import images_of
+from sglang_chunk_cache.request.request_images import cut_image, images_of
 
 
 def placed_beside_images(
@@ -40,7 +40,7 @@ def placed_beside_images(
         places = _places(given, ids, images, path)
     spans = tuple((places[start], places[end]) for start, end in opts.spans)
     for i, span in enumerate(spans):
-        cut = next(((first, last) for first, last in images for end in span if first < end < last), None)
+        cut = cut_image(span, images)
         if cut is not None:
             problem = f"it cuts the image at the tokens [{cut[0]}, {cut[1]})"
             raise request_error(f"{path}.spans[{i}]", problem, "mark all of the image, or none of it")

@@ -25,7 +25,7 @@ from sglang_chunk_cache.host.output_streamer import ChunkOutputStreamer
 from sglang_chunk_cache.host.prefill_adder import ChunkPrefillAdder
 from sglang_chunk_cache.host.refresh import is_refresh, refresh_request
 from sglang_chunk_cache.host.selector import add_selector_answers
-from sglang_chunk_cache.request.chunk_request import discover, forget, state_of
+from sglang_chunk_cache.request.chunk_request import discover, forget, leave_images_exact, state_of
 from sglang_chunk_cache.start.draft_model import follow_draft
 from sglang_chunk_cache.start.model_check import check_loaded_model
 from sglang_chunk_cache.start.pool_check import check_pool
@@ -79,6 +79,8 @@ class ChunkScheduler(Scheduler):
         chunks = self._chunks
         if req.to_finish is not None:
             forget(req)
+        if not chunks.reuses_images:
+            leave_images_exact(req)
         if chunks.discoverer is not None:
             discover(req, chunks.discoverer)
         if chunks.gate is not None and (state := state_of(req)) is not None:
@@ -242,7 +244,7 @@ class ChunkScheduler(Scheduler):
 
 def _wanted(chunks: ChunkRuntime, req: Req) -> list[Wanted]:
     state = state_of(req)
-    if state is None or chunks.manager.is_unsupported(state.prompt):
+    if state is None or state.prompt.unsupported:
         return []
     prompt, decision = state.prompt, state.verification.decision
     if decision is not None and decision.step is None:

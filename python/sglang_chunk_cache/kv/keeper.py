@@ -198,7 +198,7 @@ class ChunkKeeper:
 
     def _remember_exact(self, req: Req, state: Computed, up_to: int, is_last: bool) -> None:
         prompt, row = state.prompt, req.kv.req_pool_idx
-        if row in self._remembered or not prompt.keys or self._manager.is_unsupported(prompt):
+        if row in self._remembered or not prompt.keys or prompt.unsupported:
             return
         in_tree = min(up_to, req.kv.cache_protected_len)
         last_end = prompt.options.spans[-1][1]

@@ -26,7 +26,7 @@ from chunk_cache.plan.recompute_plan import RecomputePlan, lead_end
 from chunk_cache.plan.selector_answer import SelectorAnswer
 from chunk_cache.prompt.chunk_prompt import ChunkPrompt
 from sglang_chunk_cache.kv.packing import Packing
-from sglang_chunk_cache.request.request_images import cuts_image, image_spans, rope_starts_of
+from sglang_chunk_cache.request.request_images import cut_image, image_spans, rope_starts_of
 
 if TYPE_CHECKING:
     from chunk_cache.gate.controller import Decision
@@ -203,6 +203,13 @@ def forget(req: Any) -> None:
     setattr(req, _ATTRIBUTE, None)
 
 
+def leave_images_exact(req: Any) -> None:
+    """Has a request with images computed exactly, on a server that reuses nothing beside them."""
+    state = state_of(req)
+    if state is not None and state.prompt.images:
+        state.prompt = replace(state.prompt, unsupported=True)
+
+
 def discover(req: Any, discoverer: Discoverer) -> None:
     """Gives a request that nobody marked the passages that were there before, and learns from it; once per request."""
     if getattr(req, _ATTRIBUTE, False) is not False:
@@ -244,7 +251,7 @@ def _prompt_of(req: Any, options: RequestOptions) -> ChunkPrompt:
     # The tokenizer process checked the spans against the prompt; a prompt that was cut afterwards is served exactly.
     is_whole = len(ids) >= len(req.origin_input_ids_unpadded)
     images = image_spans(req)
-    fits = is_whole and all(end <= len(ids) for _, end in options.spans) and not cuts_image(options.spans, images or ())
+    fits = is_whole and all(span[1] <= len(ids) and cut_image(span, images or ()) is None for span in options.spans)
     if not fits:
         options = options.with_spans(())
     if images is None or not (fits and _is_supported(req)):

@@ -1,6 +1,7 @@
 """Images of one request, as SGLang's processor hands them over: where they stand, and the positions that they take.
 
-Verbs: `images_of` (where), `image_spans` (of a request), `rope_starts_of` (the position at which spans begin).
+Verbs: `images_of` (where), `image_spans` (of a request), `cut_image` (the one that a span cuts), `rope_starts_of` (the
+position at which spans begin).
 
 An image of n tokens takes fewer than n rotary positions (multimodal rope: as many as its longer side has), so what
 stands behind it begins at a smaller position than its place in the prompt. Its tokens are ids that stand for its
@@ -37,9 +38,9 @@ def image_spans(req: Any) -> tuple[Span, ...] | None:
     return None if req.session is not None else images_of(req.multimodal_inputs)
 
 
-def cuts_image(spans: Sequence[Span], images: Sequence[Span]) -> bool:
-    """Whether a span begins or ends within an image."""
-    return any(first < end < last for span in spans for end in span for first, last in images)
+def cut_image(span: Span, images: Sequence[Span]) -> Span | None:
+    """The image within which a span begins or ends; None = it cuts none."""
+    return next(((first, last) for first, last in images for end in span if first < end < last), None)
 
 
 def rope_starts_of(req: Any, spans: Sequence[Span]) -> tuple[int, ...] | None:

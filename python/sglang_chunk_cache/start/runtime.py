@@ -68,6 +68,7 @@ class ChunkRuntime:
 
     Attributes:
         method, ratio: the server's.
+        reuses_images: whether chunks are reused in prompts with images; else these are computed exactly.
         layers: of the model.
         manager: decides.
         store, assembler, pool, keeper, packer: find, move, bring in, keep and pack KV.
@@ -86,6 +87,7 @@ class ChunkRuntime:
     config: Config
     method: str
     ratio: float
+    reuses_images: bool
     layers: ModelLayers
     manager: ChunkManager
     store: VariantStore
@@ -202,8 +204,6 @@ def create_runtime(cache: Any, args: ChunkCacheArgs, ctx: TreeCacheBuildContext)
         step_len=step_len(),
         words=QuestionWords.of(ctx.tp_worker.tokenizer, model_runner.model_config.vocab_size),
         has_states=states is not None,
-        reuses_images=get_spec().speculative_algorithm is None
-        and not REUSES_IMAGES.isdisjoint(model_runner.model_config.hf_config.architectures),
     )
     if states is not None:
         store.transitions = TransitionStore(
@@ -279,6 +279,8 @@ def create_runtime(cache: Any, args: ChunkCacheArgs, ctx: TreeCacheBuildContext)
         config=config,
         method=args.method,
         ratio=args.ratio,
+        reuses_images=get_spec().speculative_algorithm is None
+        and not REUSES_IMAGES.isdisjoint(model_runner.model_config.hf_config.architectures),
         layers=layers,
         manager=manager,
         store=store,

@@ -25,7 +25,10 @@ def end_outside(end: int, images: Sequence[Span], page_size: int = 1) -> int:
 
 
 def text_parts(chunk: ChunkPlan, images: Sequence[Span]) -> Iterator[ChunkPlan]:
-    """What a chunk brings in, without its images: a plan of each piece of text."""
+    """What a chunk brings in, without its images: a plan of each piece of text; the chunk itself where it has none."""
+    if not num_within(chunk.dst_start, chunk.dst_end, images):
+        yield chunk
+        return
     begin = chunk.dst_start
     for first, last in (*images, (chunk.dst_end, chunk.dst_end)):
         end = min(first, chunk.dst_end)
