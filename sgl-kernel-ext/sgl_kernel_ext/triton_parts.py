@@ -1,6 +1,7 @@
 """Parts that several Triton kernels share.
 
     tanh, load_q                what the attention kernels compute and read alike
+    pointer_at                  where one of many tensors lies
     scores_of, add_in_log2      scores of rows and keys, and sums of their exponentials
     fp32_of_fp8, fp8_of_fp32    fp8 as bytes, in and out
     load_fp32                   stored K or V, fp8 or not
@@ -111,6 +112,15 @@ def operand(x, q, MANTISSA: tl.constexpr, HAS_FP8: tl.constexpr):
     if HAS_FP8:
         return x.to(tl.float8e4nv if MANTISSA == 3 else tl.float8e5, bitcast=True).to(q.dtype)
     return fp32_of_fp8(x, MANTISSA, False).to(q.dtype)
+
+
+@triton.jit
+def pointer_at(table_ptr, i, DTYPE: tl.constexpr, IS_ALIGNED: tl.constexpr):
+    """Entry i of an `AddressTable` as a pointer; without knowing its alignment there are no 16-byte accesses."""
+    ptr = tl.load(table_ptr + i).to(tl.pointer_type(DTYPE))
+    if IS_ALIGNED:
+        ptr = tl.multiple_of(ptr, 16)
+    return ptr
 
 
 @triton.jit

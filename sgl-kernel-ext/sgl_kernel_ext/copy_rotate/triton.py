@@ -18,7 +18,15 @@ import triton.language as tl
 
 from sgl_kernel_ext.backend import check_dense
 from sgl_kernel_ext.rotary import RotarySpec, Turn
-from sgl_kernel_ext.triton_parts import ELEMENTS, AddressTable, addresses, fp8_of_fp32, fp8_options, fp32_of_fp8
+from sgl_kernel_ext.triton_parts import (
+    ELEMENTS,
+    AddressTable,
+    addresses,
+    fp8_of_fp32,
+    fp8_options,
+    fp32_of_fp8,
+    pointer_at,
+)
 
 # Elements of K that a program holds, at 128 threads two or four 16-byte words each, and as many of V; heads (2 KB in a
 # row at 128 dimensions of two bytes) before tokens, and no more tokens than leave programs for every multiprocessor
@@ -76,12 +84,8 @@ def _copy_rotate_kernel(
     BLOCK_HEADS: tl.constexpr,
 ):
     layer = tl.program_id(2)
-    k_ptr = tl.load(k_ptrs + layer).to(tl.pointer_type(DTYPE))
-    v_ptr = tl.load(v_ptrs + layer).to(tl.pointer_type(DTYPE))
-    if IS_ALIGNED:
-        # Without this there are no 16-byte accesses.
-        k_ptr = tl.multiple_of(k_ptr, 16)
-        v_ptr = tl.multiple_of(v_ptr, 16)
+    k_ptr = pointer_at(k_ptrs, layer, DTYPE, IS_ALIGNED)
+    v_ptr = pointer_at(v_ptrs, layer, DTYPE, IS_ALIGNED)
     token = tl.program_id(1) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
     is_token = token < num_tokens
     # int64: slot * stride passes 2**31 in a large pool.

@@ -29,6 +29,7 @@ from sgl_kernel_ext.triton_parts import (
     addresses,
     constants,
     load_q,
+    pointer_at,
     scales_of,
     score_options,
     scores_of,
@@ -111,9 +112,7 @@ def _question_lse_kernel(
     q_ptr += layer.to(tl.int64) * num_rows * NUM_KV_HEADS * GROUP * HEAD_DIM
     q_row = (first_row + row // GROUP) * NUM_KV_HEADS + head
     q = load_q(q_ptr, (q_row * GROUP + row % GROUP) * HEAD_DIM, is_row, dim, HEAD_DIM, UPCAST)
-    k_ptr = tl.load(k_ptrs + layer).to(tl.pointer_type(DTYPE))
-    if IS_ALIGNED:
-        k_ptr = tl.multiple_of(k_ptr, 16)
+    k_ptr = pointer_at(k_ptrs, layer, DTYPE, IS_ALIGNED)
     k_ptr += head * k_head_stride
     score_scale = tl.load(scales_ptr + layer)
 
@@ -192,9 +191,7 @@ def _question_received_kernel(
     is_seen = n < num_seen
     slot = tl.load(slots_ptr + first_key + n, mask=is_seen, other=0)
     dim = tl.arange(0, HEAD_PAD)
-    k_ptr = tl.load(k_ptrs + layer).to(tl.pointer_type(DTYPE))
-    if IS_ALIGNED:
-        k_ptr = tl.multiple_of(k_ptr, 16)
+    k_ptr = pointer_at(k_ptrs, layer, DTYPE, IS_ALIGNED)
     score_scale = tl.load(scales_ptr + layer)
     q_ptr += layer.to(tl.int64) * num_rows * NUM_KV_HEADS * GROUP * HEAD_DIM
     own_pieces = tl.cdiv(num_seen, _piece_len(num_seen, MIN_PIECE_LEN, MAX_PIECES))
