@@ -26,9 +26,10 @@ from benchmark.common.results import RESULTS_DIR, describe_run, markdown_table, 
 from benchmark.common.server import Server, leave_on_sigterm, offline_env
 from benchmark.quality.prompts import SEPARATOR, Prompt, build_chat_prompt
 from benchmark.quality.question import Question
-from benchmark.quality.table import interval
+from benchmark.quality.table import mean_with_interval
+from benchmark.serving.systems import label_of, parse_condition
 
-from chunk_cache_tools.conditions import REFERENCE, Condition, parse_method
+from chunk_cache_tools.conditions import REFERENCE, Condition
 from chunk_cache_tools.local_tokenizer import load_tokenizer
 from chunk_cache_tools.verify.reply_log import Reply, fingerprint
 from chunk_cache_tools.verify.session import Asking, Session
@@ -64,13 +65,10 @@ class Case:
         places = draw.sample(PLACES, 4)
         names = [f"{first} {last}" for first, last in zip(draw.sample(FIRST, 5), draw.sample(LAST, 5), strict=True)]
         self.right, self.wrong, *others = names
-        told = [
-            passage(place, role, name, draw.randint(1990, 2020)) for place, name in zip(places, names, strict=False)
-        ]
-        others = [
-            passage(place, role, name, draw.randint(1990, 2020)) for place, name in zip(places[1:], others, strict=True)
-        ]
-        fact = told[0]
+        fact, *others = (
+            passage(place, role, name, draw.randint(1990, 2020))
+            for place, name in zip(places, (self.right, *others), strict=True)
+        )
         question = Question(SYSTEM, (others[0], fact, others[1]), f"Who is the {role} of {places[0]}?", (self.right,))
         self.prompt: Prompt = build_chat_prompt(question, render)
         self.before = {
@@ -82,12 +80,6 @@ class Case:
         """Prompts that leave the question's passages behind: the two others together, the fact as `stored` says."""
         others = (self.prompt.chunks[0], self.prompt.chunks[2])
         return [SEPARATOR.join((self.prompt.head, *chunks, "x")) for chunks in (others, self.before[stored])]
-
-
-def condition_of(text: str) -> Condition:
-    """`NAME@RATIO`"""
-    name, _, ratio = text.partition("@")
-    return Condition(parse_method(name), float(ratio))
 
 
 def ask(server: Server, cases: Sequence[Case], conditions: Sequence[Condition]) -> dict[tuple[str, str], list[Reply]]:
@@ -102,9 +94,9 @@ def ask(server: Server, cases: Sequence[Case], conditions: Sequence[Condition]) 
             for text in case.stranger(stored) if stored != WARMED else []:
                 server.generate(text, chunk_cache={"mode": "exact"}, extra_key=case.prompt.partition)
             asks = [(case.prompt, condition) for condition in conditions]
-            for replies in session.ask(asks, {case.prompt.key: reference}):
-                for reply in replies:
-                    found.setdefault((stored, f"{reply.method}@{reply.ratio:g}"), []).append(reply)
+            replies = [one for some in session.ask(asks, {case.prompt.key: reference}) for one in some]
+            for condition, reply in zip(conditions, replies, strict=True):
+                found.setdefault((stored, label_of(condition)), []).append(reply)
     return found
 
 
@@ -117,8 +109,7 @@ def rows_of(cases: Sequence[Case], found: dict[tuple[str, str], list[Reply]]) ->
         lost = np.array(
             [full.gold.logprob - reply.gold.logprob for full, reply in zip(reference, replies, strict=True)]
         )
-        low, high = interval(lost)
-        nats = f"{lost.mean():.3f} [{low:.3f}, {high:.3f}]" if method != REFERENCE.label else ""
+        nats = mean_with_interval(lost, 3) if method != REFERENCE.label else ""
         rows.append([stored or "not reused", f"`{method}`", f"{right} of {len(cases)}", str(wrong), nats])
     return rows
 
@@ -130,8 +121,8 @@ def main() -> int:
     parser.add_argument(
         "--methods",
         nargs="+",
-        type=condition_of,
-        default=[condition_of("full-reuse@0"), condition_of("near-words@0.15")],
+        type=parse_condition,
+        default=[parse_condition("full-reuse@0"), parse_condition("near-words@0.15")],
         metavar="NAME@RATIO",
         help="default: full-reuse@0 near-words@0.15",
     )

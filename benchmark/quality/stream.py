@@ -32,7 +32,7 @@ from benchmark.quality.campaign import prompt_builder
 from benchmark.quality.metrics import score
 from benchmark.quality.prompts import Prompt
 from benchmark.quality.question import DataError, Question, question_of
-from benchmark.quality.table import interval
+from benchmark.quality.table import mean_with_interval
 from benchmark.serving.systems import System, parse_systems
 
 from chunk_cache_tools.jsonl import read_jsonl
@@ -190,11 +190,6 @@ def table(found: Mapping[str, Mapping[str, Sequence[float]]], asked: Sequence[st
         values = np.array(found[name][kind])
         return np.array([np.mean(values[[one == question for one in asked]]) for question in questions])
 
-    def with_interval(values: np.ndarray, digits: int) -> str:
-        low, high = interval(values)
-        ends = "" if low is None else f" [{low:.{digits}f}, {high:.{digits}f}]"
-        return f"{np.mean(values):.{digits}f}{ends}"
-
     header = ("system", "rows computed", "found", "CFO", "own answer lost", "right answer lost", "F1", "less full")
     cells: list[Sequence[object]] = []
     for name in found:
@@ -208,9 +203,9 @@ def table(found: Mapping[str, Mapping[str, Sequence[float]]], asked: Sequence[st
                 f"{100 * np.mean(column(name, 'rows')):.1f} %",
                 f"{100 * np.mean(column(name, 'hits')):.0f} %",
                 f"{np.mean(column(name, 'cfo')):.2f}",
-                *(with_interval(column(name, kind), 3) for kind in ("own", "right")),
+                *(mean_with_interval(column(name, kind), 3) for kind in ("own", "right")),
                 f"{np.mean(f1):.1f}",
-                with_interval(f1 - 100 * column(FULL.name, "f1"), 1),
+                mean_with_interval(f1 - 100 * column(FULL.name, "f1"), 1),
             )
         )
     return markdown_table(header, cells)

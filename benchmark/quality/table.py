@@ -255,6 +255,13 @@ def interval(differences: Floats, confidence: float = CONFIDENCE) -> tuple[float
     return float(found.confidence_interval.low), float(found.confidence_interval.high)
 
 
+def mean_with_interval(values: Floats, digits: int) -> str:
+    """`mean [low, high]`; without the interval where it is not known."""
+    low, high = interval(values)
+    ends = "" if low is None else f" [{low:.{digits}f}, {high:.{digits}f}]"
+    return f"{np.mean(values):.{digits}f}{ends}"
+
+
 def _format(value: object) -> object:
     if isinstance(value, bool):
         return "yes" if value else "no"

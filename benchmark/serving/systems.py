@@ -97,9 +97,12 @@ def parse_systems(names: Iterable[str]) -> list[System]:
     return systems
 
 
-def _parse(name: str) -> System:
-    if name in BASELINES:
-        return BASELINES[name]
+def parse_condition(name: str) -> Condition:
+    """`METHOD@RATIO`; `METHOD` alone has the server's ratio, with an alpha of its own none.
+
+    Raises:
+        DataError: no such method, option or ratio.
+    """
     method_text, at, ratio_text = name.partition("@")
     try:
         method = parse_method(method_text)
@@ -110,8 +113,19 @@ def _parse(name: str) -> System:
         raise DataError(f"system {name!r}: {error}; give one of {known}, or METHOD@RATIO such as epic@0.15.") from error
     if ratio is not None and not 0 <= ratio <= 1:
         raise DataError(f"system {name!r}: the ratio {ratio:g} is not in [0, 1]; give one such as epic@0.15.")
-    label = method.label if ratio is None else f"{method.label}@{ratio:g}"
-    return System(label, "chunk", Condition(method, ratio).request)
+    return Condition(method, ratio)
+
+
+def label_of(condition: Condition) -> str:
+    """The condition as `parse_condition` reads it."""
+    return condition.label if condition.ratio is None else f"{condition.label}@{condition.ratio:g}"
+
+
+def _parse(name: str) -> System:
+    if name in BASELINES:
+        return BASELINES[name]
+    condition = parse_condition(name)
+    return System(label_of(condition), "chunk", condition.request)
 
 
 class Writer:
