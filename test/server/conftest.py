@@ -6,6 +6,7 @@ A server's processes have 2.5 GB of memory, so it lives as long as the tests of 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from benchmark.common.server import offline_env
 
 from conftest import group_of
 from server.contract import Passages
-from server_fixture import Server
+from server_fixture import OneAtATime, Server
 from tiny_models import make_model
 
 MAX_TOTAL_TOKENS = 4096
@@ -33,6 +34,13 @@ STRICT = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1", "SGLANG_ENABLE_STRI
 @pytest.fixture(scope="package")
 def model_dir(model_root: Path) -> Path:
     return make_model("llama", model_root / "llama")
+
+
+@pytest.fixture(scope="module")
+def servers() -> Iterator[OneAtATime]:
+    """For the servers of a module of which no two need to run at once."""
+    with OneAtATime() as one:
+        yield one
 
 
 _started: dict[str, Server] = {}

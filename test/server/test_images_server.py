@@ -11,7 +11,7 @@ from PIL import Image
 
 from image_processor import PLACEHOLDER, add_image_processor
 from server.conftest import FLAGS, STRICT
-from server_fixture import OneAtATime, Server
+from server_fixture import Server
 from tiny_models import make_model
 
 pytestmark = pytest.mark.server
@@ -41,12 +41,6 @@ def prompt(*passages: str, lead: str = "Look at this.", separator: str = SEP) ->
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return add_image_processor(make_model("qwen3_vl", tmp_path_factory.mktemp("images") / "qwen3_vl"))
-
-
-@pytest.fixture(scope="module")
-def servers():
-    with OneAtATime() as one:
-        yield one
 
 
 @pytest.fixture
@@ -81,8 +75,7 @@ def test_texts_of_a_chat_with_images_are_reused(server):
 PROMPTS = {"Once more.": (DOG, TEXT, CAT), "This too.": (TEXT, CAT), "And these.": (CAT, DOG)}
 
 
-def test_images_in_marked_texts_equal_stock(folder, servers):
-    server = servers.use("ours", lambda: Server(folder, *FLAGS, "--chunk-cache", env=STRICT))
+def test_images_in_marked_texts_equal_stock(folder, server, servers):
     server.flush()
     found = []
     for passage in (CAT, DOG, TEXT):

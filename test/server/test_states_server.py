@@ -13,7 +13,7 @@ from benchmark.quality.synthetic.vocabulary import WORDS
 
 from reference_hybrid import HybridConfig, Prompt, Reused, Run, random_hybrid, read_model, write_model
 from server.tier_contract import tiers, wait_until
-from server_fixture import OneAtATime, Server, output_logprobs
+from server_fixture import Server, output_logprobs
 
 pytestmark = pytest.mark.server
 
@@ -28,12 +28,6 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("hybrid")
     write_model(random_hybrid(CONFIG, seed=0), folder)
     return folder
-
-
-@pytest.fixture(scope="module")
-def servers():
-    with OneAtATime() as one:
-        yield one
 
 
 @pytest.fixture

@@ -54,18 +54,11 @@ def through(model_dir: Path, folder: Folder) -> Iterator[Server]:
         yield server
 
 
-@pytest.fixture(scope="module")
-def beside() -> Iterator[OneAtATime]:
-    """The server beside `through` and `stock`."""
-    with OneAtATime() as servers:
-        yield servers
-
-
 @pytest.fixture
-def evicting(beside: OneAtATime, model_dir: Path, folder: Folder) -> Server:
+def evicting(servers: OneAtATime, model_dir: Path, folder: Folder) -> Server:
     """Writes what leaves the pool to the host tier, and what leaves that to disk; pages of 16."""
     flags = tier_flags(host_bytes="200KB", disk={"path": str(folder.path)}, write="evict")
-    return beside.use("evicting", lambda: tier_server(model_dir, *flags, "--page-size", "16"))
+    return servers.use("evicting", lambda: tier_server(model_dir, *flags, "--page-size", "16"))
 
 
 @pytest.fixture(scope="module")
@@ -76,13 +69,13 @@ def collector() -> Iterator[TraceCollector]:
 
 
 @pytest.fixture
-def slow(beside: OneAtATime, model_dir: Path, folder: Folder, collector: TraceCollector) -> Server:
+def slow(servers: OneAtATime, model_dir: Path, folder: Folder, collector: TraceCollector) -> Server:
     """Reads the folder as if it were far away, and traces."""
     flags = (
         *tier_flags(disk={"path": str(folder.path)}, throttle={"disk": SLOW}, timeout_s=TIMEOUT_S),
         *("--enable-trace", "--otlp-traces-endpoint", collector.endpoint),
     )
-    return beside.use("slow", lambda: tier_server(model_dir, *flags))
+    return servers.use("slow", lambda: tier_server(model_dir, *flags))
 
 
 @pytest.fixture
@@ -237,14 +230,14 @@ def test_what_one_server_writes_another_reads(through, evicting, tokenizer, pass
 
 
 @pytest.mark.all
-def test_prepared_chunks_outlive_a_restart(through, beside, model_dir, folder, tokenizer, passages):
+def test_prepared_chunks_outlive_a_restart(through, servers, model_dir, folder, tokenizer, passages):
     a, b, c = passages.several(3)
     body = {"texts": [c, a, b], "neighbours": [[1, 2]]}
     assert json.loads(through.post("/chunk_cache/warm", body).text.splitlines()[-1])["stored"] == 1
     folder.wait_for(a, b, c)
     config = {"tiers": {"controller": False, "disk": {"path": str(folder.path)}}}
     flags = ("--chunk-cache", "--chunk-cache-config", json.dumps(config))
-    server = beside.use("restarted", lambda: tier_server(model_dir, *flags))
+    server = servers.use("restarted", lambda: tier_server(model_dir, *flags))
 
     def is_known() -> bool:
         return json.loads(server.post("/chunk_cache/warm", {**body, "dry_run": True}).text)["already"] == 1
@@ -429,7 +422,7 @@ def _from_disk(server: Server, chunk: str, tokenizer: Any) -> bool:
     ],
 )
 def other(
-    request: pytest.FixtureRequest, beside: OneAtATime, model_root: Path, model_dir: Path, folder: Folder
+    request: pytest.FixtureRequest, servers: OneAtATime, model_root: Path, model_dir: Path, folder: Folder
 ) -> Server:
     """A server for which the KV of the others is wrong."""
     model, flags = model_dir, tier_flags(host_bytes="50MB", disk={"path": str(folder.path)})
@@ -439,7 +432,7 @@ def other(
         model = make_model("llama", model_root / "llama-other-rope", rope="linear")
     else:
         flags = (*flags, "--dtype", "bfloat16")
-    return beside.use(request.param, lambda: tier_server(model, *flags))
+    return servers.use(request.param, lambda: tier_server(model, *flags))
 
 
 @pytest.mark.all
@@ -471,9 +464,9 @@ def ranks_folder(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Fo
 
 
 @pytest.fixture
-def ranks(beside: OneAtATime, model_dir: Path, ranks_folder: Folder) -> Server:
+def ranks(servers: OneAtATime, model_dir: Path, ranks_folder: Folder) -> Server:
     flags = tier_flags(host_bytes="50MB", disk={"path": str(ranks_folder.path)})
-    return beside.use("ranks", lambda: tier_server(model_dir, *flags, "--tp-size", "2", start_deadline_s=800.0))
+    return servers.use("ranks", lambda: tier_server(model_dir, *flags, "--tp-size", "2", start_deadline_s=800.0))
 
 
 def rank_of(path: Path) -> int:

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
 from sgl_kernel_ext.backend import FP8
 from sgl_kernel_ext.question_mass import question_mass
-from sgl_kernel_ext.question_mass.naive import question_mass_reference
-from unit.kernels.questions import HARD, Problem, alone, build, given
+from unit.kernels import questions
+from unit.kernels.questions import HARD, OPTIONS, alone, build, given
 
-OPTIONS = [{}, {"squared": True}, {"logit_cap": 3.0}, {"sinks": 4}, {"k_scales": [0.5, 2.0]}]
-
-
-def check(problem: Problem, *, tolerance: float = 1e-5, **options) -> torch.Tensor:
-    found = question_mass(*problem, **options, backend="triton")
-    expected = question_mass_reference(*problem, **options)
-    assert found.dtype == torch.float32
-    torch.testing.assert_close(found.double(), expected, atol=tolerance, rtol=tolerance)
-    return found
+check = partial(questions.check, backend="triton")
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)

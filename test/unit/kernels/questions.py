@@ -6,7 +6,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from sgl_kernel_ext.question_mass import Questions
+from sgl_kernel_ext.backend import Backend
+from sgl_kernel_ext.question_mass import Questions, question_mass
+from sgl_kernel_ext.question_mass.naive import question_mass_reference
 
 
 class Problem(NamedTuple):
@@ -16,6 +18,9 @@ class Problem(NamedTuple):
     k_buffers: list[torch.Tensor]
     questions: Questions
 
+
+OPTIONS: list[dict[str, Any]] = [{}, {"squared": True}, {"logit_cap": 3.0}, {"sinks": 4}, {"k_scales": [0.5, 2.0]}]
+"""Arguments of `given`."""
 
 # (kv_len, position of the question's first row, its rows) of each request: one key; a question that is the whole
 # prompt; an answer behind it; more rows than a tile; keys of more than one piece.
@@ -62,6 +67,15 @@ def alone(problem: Problem, i: int) -> Problem:
     slots = asked.kv_slots.split(asked.kv_lens)[i]
     own = Questions([0], [row_len], [asked.starts[i]], [asked.kv_lens[i]], slots)
     return Problem(problem.q[:, row : row + row_len].contiguous(), problem.k_buffers, own)
+
+
+def check(problem: Problem, *, backend: Backend = "auto", **options: Any) -> torch.Tensor:
+    """What `question_mass` returns, compared with its definition."""
+    found = question_mass(*problem, **options, backend=backend)
+    expected = question_mass_reference(*problem, **options)
+    assert (found.dtype, found.shape) == (torch.float32, problem.questions.kv_slots.shape)
+    torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=1e-5)
+    return found
 
 
 def given(**options: Any) -> dict[str, Any]:

@@ -10,19 +10,9 @@ import torch
 
 from sgl_kernel_ext.backend import FP8
 from sgl_kernel_ext.question_mass import Questions, question_mass
-from sgl_kernel_ext.question_mass.naive import question_mass_reference
-from unit.kernels.questions import HARD, Problem, alone, build, given
+from unit.kernels.questions import HARD, OPTIONS, alone, build, check, given
 
-OPTIONS = [{}, {"squared": True}, {"logit_cap": 3.0}, {"sinks": 4}, {"k_scales": [0.5, 2.0]}]
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
-
-
-def check(problem: Problem, **options) -> torch.Tensor:
-    found = question_mass(*problem, **options)
-    expected = question_mass_reference(*problem, **options)
-    assert (found.dtype, found.shape) == (torch.float32, problem.questions.kv_slots.shape)
-    torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=1e-5)
-    return found
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)

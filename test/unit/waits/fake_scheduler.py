@@ -12,6 +12,7 @@ import collections
 import json
 import os
 import random
+import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -298,6 +299,15 @@ CASES = {
     ),
     "states": Case(case_states, {"seam_len": 16}, {"dtype": "bfloat16"}, "qwen3_5"),
 }
+
+
+def run_apart(name: str, folder: Path) -> dict[str, Part]:
+    """What each part of a case's traffic has issued, of a scheduler in a process of its own that writes to `folder`."""
+    out = folder / "parts.json"
+    command = [sys.executable, __file__, name, str(folder), str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    assert out.exists(), done.stderr[-4000:]
+    return {part: Part(**values) for part, values in json.loads(out.read_text()).items()}
 
 
 def main() -> None:

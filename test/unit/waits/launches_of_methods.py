@@ -9,7 +9,6 @@ earlier commit, which stay in launches.json). Test: test_nothing_waits.py.
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -19,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from chunk_cache.methods import METHODS
 from doc_pages import DOCS, write_made_part
-from unit.waits.fake_scheduler import Part
+from unit.waits.fake_scheduler import Part, run_apart
 
 PROGRAM = "test/unit/waits/launches_of_methods.py"
 PAGE = "../benchmark/results/gpu/launches.md"  # of docs
@@ -57,10 +56,7 @@ def table(now: Mapping[str, dict[str, dict[str, int]]]) -> str:
 
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "parts.json"
-        script = Path(__file__).with_name("fake_scheduler.py")
-        subprocess.run([sys.executable, str(script), "methods", folder, str(out)], check=True)
-        now = counts({name: Part(**part) for name, part in json.loads(out.read_text()).items()})
+        now = counts(run_apart("methods", Path(folder)))
     write_made_part(PAGE, PROGRAM, table(now))
     RESULTS.write_text(json.dumps(json.loads(RESULTS.read_text()) | {"now": now}, indent=1) + "\n")
 

@@ -7,8 +7,6 @@ Verb: `table` (of parts of the traffic of `fake_scheduler`, case "states"). Test
 
 from __future__ import annotations
 
-import json
-import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -17,7 +15,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from doc_pages import write_made_part
-from unit.waits.fake_scheduler import PASSAGES, Part
+from unit.waits.fake_scheduler import PASSAGES, Part, run_apart
 
 PROGRAM = "test/unit/waits/launches_of_states.py"
 PAGE = "../benchmark/results/gpu/launches.md"  # of docs
@@ -55,10 +53,7 @@ def table(parts: Mapping[str, Part]) -> str:
 
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "parts.json"
-        script = Path(__file__).with_name("fake_scheduler.py")
-        subprocess.run([sys.executable, str(script), "states", folder, str(out)], check=True)
-        parts = {name: Part(**part) for name, part in json.loads(out.read_text()).items()}
+        parts = run_apart("states", Path(folder))
     write_made_part(PAGE, PROGRAM, table(parts))
 
 

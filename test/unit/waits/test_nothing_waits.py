@@ -6,16 +6,13 @@ SGLang's scheduler runs requests on a GPU that is not there (`fake_scheduler`), 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from functools import cache
-from pathlib import Path
 
 import pytest
 
 from doc_pages import DOCS, made_part
 from unit.waits import launches_of_methods, launches_of_states
-from unit.waits.fake_scheduler import CASES, OPTIONS, Part
+from unit.waits.fake_scheduler import CASES, OPTIONS, Part, run_apart
 from unit.waits.launches_of_states import per_layer
 
 ON_PURPOSE = {
@@ -36,13 +33,7 @@ def parts(tmp_path_factory: pytest.TempPathFactory):
 
     @cache
     def run(case: str) -> dict[str, Part]:
-        folder = tmp_path_factory.mktemp("waits")
-        out = folder / "parts.json"
-        script = Path(__file__).with_name("fake_scheduler.py")
-        command = [sys.executable, str(script), case, str(folder), str(out)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
-        assert out.exists(), done.stderr[-4000:]
-        return {name: Part(**part) for name, part in json.loads(out.read_text()).items()}
+        return run_apart(case, tmp_path_factory.mktemp("waits"))
 
     return run
 
