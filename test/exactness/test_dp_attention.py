@@ -52,6 +52,7 @@ def test_all_packed_equals_stock(case: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.all
 def test_chunks_come_from_disk(tmp_path: Path) -> None:
     config = Config(kind="qwen3", options=(("tiers", {"disk": str(tmp_path), "controller": False}),), **RANKS)
     found = run_cases(config, is_ours=True, names=["from_disk"], module=MODULE)["from_disk"]
@@ -68,7 +69,7 @@ def few(kind: str, **ranks: Any) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["qwen3", "deepseek_v2"])
+@pytest.mark.parametrize("kind", [pytest.param("qwen3", marks=pytest.mark.all), "deepseek_v2"])
 @pytest.mark.parametrize("case", FEW)
 def test_few_rows_equal_those_of_one_rank(kind: str, case: str) -> None:
     alone, ranks = few(kind)[case], few(kind, **RANKS)[case]

@@ -41,7 +41,7 @@ def test_images_equal_stock(config: Config, case: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["qwen3_vl", "qwen2_5_vl"])
+@pytest.mark.parametrize("kind", ["qwen3_vl", pytest.param("qwen2_5_vl", marks=pytest.mark.all)])
 def test_images_that_are_reused_in_full_are_moved_rightly(kind: str) -> None:
     compare(Config(kind=kind, layers=1), "images_reused_in_full", ("images_reused_in_full",), MODULE)
 

@@ -75,6 +75,7 @@ def test_texts_of_a_chat_with_images_are_reused(server):
 PROMPTS = {"Once more.": (DOG, TEXT, CAT), "This too.": (TEXT, CAT), "And these.": (CAT, DOG)}
 
 
+@pytest.mark.all
 def test_images_in_marked_texts_equal_stock(folder, server, servers):
     server.flush()
     found = []
