@@ -14,7 +14,7 @@ from chunk_cache_tools.jsonl import DataError
 RATIOS = (0.0, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0)
 NO_SHIFT_OPTIONS = (("shift", 0),)
 COMPOSED_RATIOS = (0.15,)
-# The papers' values: three layers must agree (Cache-Craft, section 3.4), more than 5 of 8 tokens (CacheClip).
+# Three layers must agree (ours: Cache-Craft, section 3.2.2, names no number), more than 5 of 8 tokens (CacheClip).
 FOCUS_OPTIONS = (("focus_window", 3),)
 GROUP_OPTIONS = (("group_size", 8), ("group_threshold", 5))
 NO_SHIFT = MethodSpec("full-reuse", NO_SHIFT_OPTIONS)

@@ -115,7 +115,9 @@ class Result:
     selected: frozenset[int] = frozenset()
     """Reused positions that were chosen, by the first choice where there are several."""
     rows_at: list[frozenset[int]] = field(default_factory=list)
-    """Reused positions whose attention runs, by layer."""
+    """Reused positions whose attention runs in the forward of the answer, by layer."""
+    num_asked_layers: int = 0
+    """The first layers, which a forward in front of it has run for all reused positions."""
     scores_at: dict[int, Scores] = field(default_factory=dict)
     """What a choice at a layer was made from."""
     settled_at: int | None = None
@@ -302,12 +304,14 @@ class _Execution:
                 self.result.selected = rows
             elif stage is Stage.QUESTION:
                 rows = self._ask(segments, budgets)
+            elif self.method.name == "a3":
+                rows = self._ask_with_all(segments, budgets)
         is_late = stage is not Stage.BEFORE or self._option("focus_window") > 0 or self._option("drift") > 0
         self.result.is_filtering = is_filtering and is_late
         forward = Forward(self.model, self.ids, self.k, self.v, sorted(rows | self.always))
         for layer in range(self.model.num_layers):
             forward.drop(self._leaving.pop(layer, frozenset()))
-            if is_filtering and stage is Stage.LAYER:
+            if is_filtering and self.method.name == "cacheblend":
                 self._filter(forward, segments)
             self.result.rows_at.append(forward.positions & self.reused)
             if is_filtering and self._option("drift"):
@@ -465,13 +469,7 @@ class _Execution:
         if layer < check_layer:
             return
         here = forward.positions & self.reused
-        scores = self._deviation(forward) if self.method.name == "cacheblend" else {}
-        if self.method.name == "a3" and layer == check_layer:
-            mass = self._attended(forward).mean(axis=1).sum(axis=0)  # section 3
-            scores = {p: float(mass[p]) for p in self.reused}
-            # Equation 4: the attention of this layer reads true K and V of all rows, those that leave included.
-            _, self.k[layer, forward.rows], self.v[layer, forward.rows] = forward.project()
-            self._round(layer)
+        scores = self._deviation(forward)
         kept: frozenset[int] = frozenset()
         for segment in segments:
             count = self.method.layer_counts(len(segment), self.ratio, self.model.num_layers, self.options)[layer]
@@ -494,11 +492,15 @@ class _Execution:
             deviation += ((k - old_k) ** 2).sum(axis=(1, 2))
         return {p: float(d) for p, d in zip(forward.rows.tolist(), deviation, strict=True) if p in self.reused}
 
-    def _attended(self, forward: Forward) -> Array:
-        """What the question gives each token, `[num_question, num_heads, prompt_len]`, with the true K of all rows."""
+    def _attended(self, forward: Forward, keys: Array | None = None) -> Array:
+        """What the question gives each of the keys, `[num_question, num_heads, prompt_len]`.
+
+        None = those of the cache, with the true K of all rows.
+        """
         q, k, _ = forward.project()
-        keys = self.k[forward.layer].copy()
-        keys[forward.rows] = k
+        if keys is None:
+            keys = self.k[forward.layer].copy()
+            keys[forward.rows] = k
         is_asking = np.isin(forward.rows, self.question)
         return self.model.weights(forward.layer, q[is_asking], forward.rows[is_asking], keys)
 
@@ -515,8 +517,27 @@ class _Execution:
                 weights = self._attended(forward)
                 mass += (weights**2 if self.method.name == "infoflow" else weights).mean(axis=1).sum(axis=0)
             forward.attend()
+        return self._chosen_by_question(mass, BEFORE_LAYERS, segments, budgets)
+
+    def _ask_with_all(self, segments: list[frozenset[int]], budgets: list[int]) -> frozenset[int]:
+        """A3 section 3: a first pass over all rows, up to the attention of the check layer.
+
+        Equation 4: there and in front of it K and V of all of them are true, also when the chosen are computed again.
+        """
+        forward = Forward(self.model, self.ids, self.k, self.v, sorted(self.reused | self.always))
+        check_layer = self.result.num_asked_layers = self._option("check_layer")
+        for _ in range(check_layer):
+            forward.attend()
+        _, self.k[check_layer, forward.rows], self.v[check_layer, forward.rows] = forward.project()
+        self._round(check_layer)
+        mass = self._attended(forward, self.k[check_layer]).mean(axis=1).sum(axis=0)
+        return self._chosen_by_question(mass, check_layer, segments, budgets)
+
+    def _chosen_by_question(
+        self, mass: Array, layer: int, segments: list[frozenset[int]], budgets: list[int]
+    ) -> frozenset[int]:
         scores = {p: float(mass[p]) for p in self.reused}
-        self.result.scores_at[BEFORE_LAYERS] = scores
+        self.result.scores_at[layer] = scores
         chosen: frozenset[int] = frozenset()
         for segment, budget in zip(segments, budgets, strict=True):
             chosen |= self.choose(BEFORE_LAYERS, self._by_block({p: scores[p] for p in segment}), budget)

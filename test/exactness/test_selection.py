@@ -126,7 +126,9 @@ def compare(store: Store, run: Run, where: str) -> Result:
     assert (selection is None) == (not result.is_filtering), where
     if selection is not None:
         assert dropped_by(run) == result.dropped_at(), where
-        assert selection["rows_per_layer"] == [len(rows) for rows in result.rows_at], where
+        rows_per_layer, num_asked = [len(rows) for rows in result.rows_at], result.num_asked_layers
+        assert selection["rows_per_layer"][num_asked:] == rows_per_layer[num_asked:], where
+        assert selection["rows_per_layer"][:num_asked] == [info["reused_tokens"]] * num_asked, where
         compare_scores(selection["scores"], result, where)
         if run.chunk_cache["options"].get("focus_window"):
             assert selection["focus"]["settled_at_layer"] == result.settled_at, where

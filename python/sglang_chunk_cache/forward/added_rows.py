@@ -1,7 +1,8 @@
 """AddedRows: rows that a forward adds in front of one request's extend.
 
-Verbs: `take_added_rows` (of all requests of a batch, once), `num_due_rows` (how many they are), `for_draft` (what a
-draft adds), `everything` (every token of a load whose KV does not arrive).
+Verbs: `take_added_rows` (of all requests of a batch, once), `num_due_rows` (how many they are), `missing_rows` (those
+of a load that nothing chooses), `for_draft` (what a draft adds), `everything` (every token of a load whose KV does not
+arrive).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class AddedRows:
     """Rows that a forward adds in front of one request's extend.
 
     Attributes:
-        positions: `[num_rows]` int64, ascending; late rows stand at any reused position, as placeholders.
+        positions: `[num_rows]` int64, ascending; rows that a question finds stand at any reused positions meanwhile.
         begin: where the loaded range, or what is left of it, begins; None where nothing was loaded.
         load: what was loaded for them; None where nothing was, or all of it is computed.
         state: of the request; None as for `load`.
@@ -46,7 +47,7 @@ class AddedRows:
     @property
     def asks(self) -> bool:
         """Whether the request's question finds rows, in a forward of its own."""
-        return self.load is not None and self.load.plan.num_late_rows > 0
+        return self.choice is not None and self.choice.selection.asks_first
 
     @property
     def num_asking(self) -> int:
@@ -62,8 +63,7 @@ class AddedRows:
 
     def for_draft(self) -> AddedRows:
         """All that the model begins with: what it chooses during its forward is not chosen for a draft."""
-        plan = None if self.load is None else self.load.plan
-        return AddedRows(self.positions if plan is None or not plan.num_late_rows else plan.row_positions, self.begin)
+        return AddedRows(self.positions if self.load is None else self.load.plan.row_positions, self.begin)
 
     def everything(self) -> AddedRows:
         """Every position of the loaded range, whose slots stay the request's own."""
@@ -105,8 +105,16 @@ def take_added_rows(batch: ScheduleBatch) -> tuple[AddedRows, ...] | None:
     return tuple(found) if any(one.load is not None for one in found) else None
 
 
+def missing_rows(plan: RecomputePlan) -> npt.NDArray[np.int64]:
+    """`[num_rows]` int64: positions of the load that no chunk brings in, ascending."""
+    return np.setdiff1d(np.arange(plan.load_start, plan.load_end), _reused(plan), assume_unique=True)
+
+
 def _positions_of(plan: RecomputePlan) -> npt.NDArray[np.int64]:
-    if not plan.num_late_rows:
+    if plan.selection is None or not plan.selection.asks_first:
         return plan.row_positions
-    reused = np.concatenate([np.arange(c.dst_start, c.dst_end) for c in plan.chunks if c.num_reused])
-    return np.sort(np.concatenate([plan.row_positions, reused[: plan.num_late_rows]]))
+    return np.sort(np.concatenate([missing_rows(plan), _reused(plan)[: plan.num_recomputed]]))
+
+
+def _reused(plan: RecomputePlan) -> npt.NDArray[np.int64]:
+    return np.concatenate([np.arange(c.dst_start, c.dst_end) for c in plan.chunks if c.num_reused])

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from sglang_chunk_cache.forward.whole_rows import whole_rows
+from sglang_chunk_cache.forward.whole_rows import whole_rows, write_rows
 
 if TYPE_CHECKING:
     from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
@@ -28,6 +28,10 @@ if TYPE_CHECKING:
 
 _SCOPE = "chunk_cache_scope"
 """Attribute of the backend within the scope: what attends and what looks on."""
+
+
+class _Ended(Exception):
+    """The last layer that is wanted is reached, on every rank."""
 
 
 class Attention(Protocol):
@@ -96,6 +100,8 @@ def attending(
     loads: LayerLoads | None = None,
     stock_positions: torch.Tensor | None = None,
     states: StateForward | None = None,
+    last_layer: int | None = None,
+    kv_pool: Any = None,
 ) -> Iterator[None]:
     """Forwards inside the scope attend by `attention` (None: as in stock SGLang), and `observers` look on.
 
@@ -104,6 +110,8 @@ def attending(
         loads: KV that must be in place before a layer attends.
         stock_positions: `[num_tokens]` for observers, where `attention` is None.
         states: what layers with states do; None = as in stock SGLang.
+        last_layer: of which K and V are written, nobody attends, and the scope ends with it; None = all layers.
+        kv_pool: SGLang's, where there is a `last_layer`.
     """
     assert "forward" not in vars(backend), "forwards do not nest"
     stock_forward, stock_metadata = backend.forward, backend.init_forward_metadata
@@ -125,6 +133,10 @@ def attending(
         if attention is None:
             positions, row_lens = stock_positions, forward_batch.extend_seq_lens_cpu
             out = stock_forward(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
+        elif layer.layer_id == last_layer:
+            positions, row_lens, out = attention.row_positions, attention.row_lens, q
+            if save_kv_cache and k is not None:
+                write_rows(kv_pool, q, k, v, layer, forward_batch, kwargs)
         else:
             positions, row_lens = attention.row_positions, attention.row_lens
             out = attention.attend(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)  # rows may leave inside
@@ -134,6 +146,8 @@ def attending(
             seen = ObservedRows(layer, whole_q, positions, row_lens, kwargs.get("sinks"))
             for one in looking:
                 one.observe(seen)
+        if layer.layer_id == last_layer:
+            raise _Ended
         return out
 
     def init_forward_metadata(forward_batch: ForwardBatch) -> None:
@@ -147,6 +161,8 @@ def attending(
     setattr(backend, _SCOPE, (attention, observers))
     try:
         yield
+    except _Ended:
+        pass
     finally:
         del backend.forward, backend.init_forward_metadata
         delattr(backend, _SCOPE)

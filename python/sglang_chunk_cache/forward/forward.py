@@ -37,6 +37,7 @@ class Part:
         observers: look on.
         states: what layers with states do; None = as in SGLang's forward of `batch`.
         is_question: its rows are computed again by the next part; only what `observers` see of it counts.
+        last_layer: in which K and V are written, and it ends, without an output; None = it is a whole forward.
         choose: places rows that the part in front has found into `batch`, and returns what attends; None = all rows
             were known.
     """
@@ -46,6 +47,7 @@ class Part:
     observers: tuple[Observer, ...] = ()
     states: StateForward | None = None
     is_question: bool = False
+    last_layer: int | None = None
     choose: Callable[[], Attention] | None = None
 
     def ready(self) -> Part:

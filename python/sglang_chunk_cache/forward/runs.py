@@ -20,8 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from sglang_chunk_cache.forward.whole_rows import whole_rows
-from sglang_chunk_cache.kv.layer_kv import write_kv
+from sglang_chunk_cache.forward.whole_rows import write_rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -134,8 +133,7 @@ class BackendRuns:
     ) -> torch.Tensor:
         """Writes K and V of the rows and attends; `[num_rows, num_q_heads * v_head_dim]`; `parts` go to the backend."""
         if save_kv_cache and k is not None:
-            whole_k = whole_rows(q, k, layer, {"k_rope": parts.get("k_rope")})[1]
-            write_kv(self._kv_pool, layer, batch.out_cache_loc[: len(k)], whole_k, v)
+            write_rows(self._kv_pool, q, k, v, layer, batch, parts)
         return self._forward(q, k, v, layer, self.for_metadata(batch), save_kv_cache=False, **parts)
 
     def finish(self) -> None:

@@ -1,6 +1,6 @@
 """Rows as a model hands them to its attention, put together: latent attention has its rotated dimensions apart.
 
-Verb: `whole_rows`.
+Verbs: `whole_rows`, `write_rows` (K and V into the pool).
 """
 
 from __future__ import annotations
@@ -9,8 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from sglang_chunk_cache.kv.layer_kv import write_kv
+
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 
 _KNOWN = ("q_rope", "k_rope", "sinks")
@@ -36,6 +39,21 @@ def whole_rows(
     if parts.get("k_rope") is not None and k is not None:
         k = torch.cat([_by_head(k, layer.tp_k_head_num), _by_head(parts["k_rope"], layer.tp_k_head_num)], -1)
     return q, k
+
+
+def write_rows(
+    kv_pool: Any,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    layer: RadixAttention,
+    batch: ForwardBatch,
+    parts: dict[str, Any],
+) -> None:
+    """Writes K and V of the rows of `batch` into its slots; `parts` as of `whole_rows`."""
+    whole_k = whole_rows(q, k, layer, {"k_rope": parts.get("k_rope")})[1]
+    assert whole_k is not None
+    write_kv(kv_pool, layer, batch.out_cache_loc[: len(k)], whole_k, v)
 
 
 def _by_head(rows: torch.Tensor, num_heads: int) -> torch.Tensor:

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.model_executor.model_runner import ModelRunner
 
-    from sglang_chunk_cache.forward.state_forward import StateForward
-
 
 def forward(
     original: Callable[..., Any], model_runner: ModelRunner, forward_batch: ForwardBatch, *args: Any, **kwargs: Any
@@ -57,8 +55,7 @@ def _compute(forward: Forward, stock: Callable[[ForwardBatch], Any], model_runne
             for part in before:
                 divide_adapters(model_runner.lora_manager, part.batch)
                 done = _compute_part(part, forward.loads, stock, model_runner)
-                hidden_states = done.logits_output.hidden_states
-                if hidden_states is not None and not part.is_question:
+                if not part.is_question and (hidden_states := done.logits_output.hidden_states) is not None:
                     hidden.append(hidden_states.clone())  # the buffer of a graph, which the next part writes over
             if before:
                 last = last.ready()
@@ -88,7 +85,8 @@ def _give_hidden(
 def _compute_part(
     part: Part, loads: LayerLoads | None, stock: Callable[[ForwardBatch], Any], model_runner: ModelRunner
 ) -> Any:
-    attention = part.attention
+    """What SGLang's forward gives; None where the part ends before."""
+    attention, output = part.attention, None
     if attention is None and not part.observers and part.states is None:
         return stock(part.batch)
     # For observers where stock attention serves; a copy, because some models add to what they are given.
@@ -97,8 +95,17 @@ def _compute_part(
     if isinstance(attention, LayerwiseForward) and attention.rows_leave:
         layerwise = attention.run()
     with (
-        _graphs_that_fit(model_runner, attention, loads, part.states),
-        attending(model_runner.attn_backend, attention, part.observers, loads, stock_positions, part.states),
+        _graphs_that_fit(model_runner, part, loads),
+        attending(
+            model_runner.attn_backend,
+            attention,
+            part.observers,
+            loads,
+            stock_positions,
+            part.states,
+            part.last_layer,
+            model_runner.token_to_kv_pool,
+        ),
         layerwise,
     ):
         output = stock(part.batch)
@@ -108,22 +115,22 @@ def _compute_part(
 
 
 @contextlib.contextmanager
-def _graphs_that_fit(
-    model_runner: ModelRunner, attention: Attention | None, loads: LayerLoads | None, states: StateForward | None
-) -> Iterator[None]:
+def _graphs_that_fit(model_runner: ModelRunner, part: Part, loads: LayerLoads | None) -> Iterator[None]:
     """Inside the scope a prefill graph is replayed only where it calls the backend for every layer.
 
     SGLang asks the runner of the graphs by this attribute alone, of a batch that it sees as any other; so the attribute
     is None meanwhile. A model's forwards do not nest.
 
-    A breakable graph does. No graph can replay a forward in which rows leave. What some models captured writes K and V
-    of the rows before the backend is called: no place for layers that are brought in then, which would lie over them,
-    nor for a correction, which reads what stood there. Layers with states are computed in rounds, or twice.
+    A breakable graph does. No graph can replay a forward in which rows leave, or one that ends before its last layer.
+    What some models captured writes K and V of the rows before the backend is called: no place for layers that are
+    brought in then, which would lie over them, nor for a correction, which reads what stood there. Layers with states
+    are computed in rounds, or twice.
     """
     runner = model_runner.prefill_cuda_graph_runner
-    fits = isinstance(getattr(runner, "backend", None), BreakableCudaGraphBackend) and loads is None and states is None
-    if isinstance(attention, LayerwiseForward):
-        fits = fits and not attention.rows_leave and not writes_kv_early(model_runner.attn_backend)
+    fits = isinstance(getattr(runner, "backend", None), BreakableCudaGraphBackend)
+    fits = fits and loads is None and part.states is None and part.last_layer is None
+    if isinstance(part.attention, LayerwiseForward):
+        fits = fits and not part.attention.rows_leave and not writes_kv_early(model_runner.attn_backend)
     if runner is None or fits:
         yield
         return

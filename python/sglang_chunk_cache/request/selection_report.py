@@ -34,7 +34,7 @@ class SelectionReport:
     def record_scores(
         self, scores: torch.Tensor, is_left: torch.Tensor, layer_id: int | None, ignore: torch.Tensor | None = None
     ) -> None:
-        """Scores of the first choice, all `[n]`; `layer_id` None = the question's forward; `ignore` = not reused."""
+        """Scores of the first choice, all `[n]`; `layer_id` None = several layers; `ignore` = not reused."""
         counted = torch.ones_like(is_left) if ignore is None else ignore.logical_not()
         self._scored_at = layer_id
         self._scores = (Download(scores), Download(is_left), Download(counted))
@@ -108,12 +108,14 @@ class SelectionReport:
         """Recomputed rows whose attention ran, by layer."""
         rows, num = [], self._plan.num_recomputed
         left = {layer: self._count_reused(positions) for layer, positions in (*self._unselected, *self._left)}
-        if self._scored_at is not None and self._selected is not None:
+        assert self._plan.selection is not None
+        num_asked = self._plan.selection.last_asked_layer or 0  # by the forward in front
+        if self._scored_at is not None and self._selected is not None and not self._plan.selection.asks_first:
             left = {self._scored_at: self._count_reused(self._selected)} | left
         for layer in range(self._num_layers):
             num = left.get(layer, num)
             rows.append(num)
-        return rows
+        return [self._plan.num_reused] * num_asked + rows[num_asked:]
 
     def _count_reused(self, positions: Download) -> int:
         found = positions.read().tolist()

@@ -49,7 +49,7 @@ def block_means(ranking: Ranking, blocks: Rows) -> Ranking:
 
 
 class CacheCraft(RankedMethod):
-    """Cache-Craft section 3.2: the tokens that attended most to what stood in front of their chunk.
+    """Cache-Craft section 3.2.1 (equation 14): the tokens that attended most to what stood in front of their chunk.
 
     Per token sum_j mass(t -> C_j) over the chunks before its own; where there were none, mass(t -> S).
     """

@@ -44,8 +44,9 @@ class LayerMethod(Method):
 
     stage = Stage.LAYER
     own_options: ClassVar[tuple[Option, ...]] = (CHECK_LAYER, TOP_K)
-    writes_all: ClassVar[bool] = False
-    """Whether rows that leave at the check layer leave the K and V behind that they have there."""
+    asks_first: ClassVar[bool] = False
+    """Whether a forward of all rows ends at the check layer, where K and V of all stay and the question is scored, and
+    another computes those that are kept. Else there is one forward, from which rows leave there without a trace."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -65,13 +66,13 @@ class LayerMethod(Method):
 
 
 class A3(LayerMethod):
-    """A3 section 3: the rows that the question attends to most at `check_layer`.
+    """A3, "Attention Recovery" (equation 3): the rows that the question attends to most at `check_layer`.
 
     That layer attends to true K and V of all tokens (equation 4), which stay.
     """
 
     reads_question = True
-    writes_all = True
+    asks_first = True
 
 
 class QuestionMethod(Method):

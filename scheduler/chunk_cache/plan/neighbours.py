@@ -1,4 +1,4 @@
-"""Neighbours: the most similar other chunks of each chunk of a corpus (FusionRAG section 3.1 takes ten).
+"""Neighbours: the most similar other chunks of each chunk of a corpus (FusionRAG section 3.1; 5.3.2 recommends ten).
 
 Verb: `find_neighbours`. Similarity is the cosine of TF-IDF vectors (scikit-learn), or of the embeddings of a
 sentence-transformers model. Promises: equal texts are one chunk and have equal neighbours; a chunk that has nothing in

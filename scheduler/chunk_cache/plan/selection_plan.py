@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from chunk_cache.methods import METHODS, Method, Options, Stage
+from chunk_cache.methods.scored import LayerMethod
 from chunk_cache.types import Span
 
 
@@ -27,6 +28,19 @@ class Selection:
     @property
     def stage(self) -> Stage:
         return METHODS[self.method].stage
+
+    @property
+    def asks_first(self) -> bool:
+        """Whether the question finds the rows in a forward in front of the one that computes the answer."""
+        return self.stage is Stage.QUESTION or self.last_asked_layer is not None
+
+    @property
+    def last_asked_layer(self) -> int | None:
+        """The layer at which that forward ends; None = it is a whole one, or there is none."""
+        method = METHODS[self.method]
+        if not isinstance(method, LayerMethod) or not method.asks_first:
+            return None
+        return method.check_layer(self.options)
 
     @property
     def group_size(self) -> int:

@@ -1,6 +1,7 @@
 """Deviation of key and value from what was stored: CacheBlend's measure of how wrong a reused token is.
 
-    kv_deviation   per token ||K_new - K_old||^2 + ||V_new - V_old||^2 (CacheBlend section 4.3), over all heads; or of V
+    kv_deviation   per token ||K_new - K_old||^2 + ||V_new - V_old||^2 over all heads (CacheBlend section 4.1; squared
+                   as in FusionRAG's equation 7); or of V
 
 The old K and V may be given token by token, or as the pool's buffers with the slots of the tokens; an old K that was
 stored for another position is turned on the way.

@@ -18,7 +18,7 @@ def request(num_rows: int | None) -> Any:
     """One of SGLang's; None = nobody marked it, 0 = its rows are computed already."""
     if num_rows is None:
         return SimpleNamespace(chunk_cache_request=None)
-    plan = SimpleNamespace(num_late_rows=0, row_positions=np.arange(num_rows))
+    plan = SimpleNamespace(selection=None, row_positions=np.arange(num_rows))
     load: Any = SimpleNamespace(plan=plan) if num_rows else None
     return SimpleNamespace(chunk_cache_request=SimpleNamespace(admission=Admission(load=load)))
 

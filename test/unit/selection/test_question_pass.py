@@ -47,7 +47,7 @@ class Request:
 
     def __init__(self, num_question: int, num_answer: int, scoring: tuple[str, frozenset[int]] | None) -> None:
         self.num_question, self.num_answer = num_question, num_answer
-        self.asks_first, self.question_scoring = scoring is not None, scoring
+        self.question_scoring = scoring
         self.question_scores: torch.Tensor | None = None
         self.seconds = 0.0
 
@@ -67,7 +67,8 @@ def ask(pool: Pool, which: list[int], sinks: list[torch.Tensor | None]) -> list[
         slots_of=lambda i: slots[i],
     )
     own = [torch.arange(sum(one[1] for one in REQUESTS)).split([one[1] for one in REQUESTS])[i] for i in which]
-    asking = QuestionPass(requests, [len(one) for one in own], rows, tp_size=1)
+    members = [i for i, request in enumerate(requests) if request.question_scoring is not None]
+    asking = QuestionPass(requests, members, [len(one) for one in own], rows, tp_size=1)
     for layer_id in range(NUM_LAYERS):
         q = pool.q[layer_id, torch.cat(own)]
         layer: Any = SimpleNamespace(

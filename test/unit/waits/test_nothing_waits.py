@@ -23,7 +23,7 @@ ON_PURPOSE = {
 # Launches of one batch, for prompts of six chunks, with bringing them in: of one request, of eight.
 MOST_LAUNCHES = {"epic": (20, 40), "full-reuse": (20, 40), "cache-craft": (20, 40), "h2o": (20, 40), "random": (35, 55)}
 # These choose in the forward, of four layers here, each request for itself.
-MOST_LAUNCHES |= {"a3": (70, 290), "cacheblend": (85, 340), "fusionrag": (70, 180), "question-drift": (115, 320)}
+MOST_LAUNCHES |= {"a3": (65, 240), "cacheblend": (85, 340), "fusionrag": (70, 180), "question-drift": (115, 320)}
 NUM_LAYERS = 4
 
 

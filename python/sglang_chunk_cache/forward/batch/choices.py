@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -16,8 +16,9 @@ import numpy as np
 import torch
 
 from sgl_kernel_ext.transfer import upload
-from sglang_chunk_cache.forward.added_rows import AddedRows
+from sglang_chunk_cache.forward.added_rows import AddedRows, missing_rows
 from sglang_chunk_cache.forward.attending import Attention
+from sglang_chunk_cache.forward.batch.row_arrays import extend_positions
 from sglang_chunk_cache.forward.positions import stand_at
 from sglang_chunk_cache.forward.rows import FusedRows
 from sglang_chunk_cache.forward.selection.executor import LayerwiseForward
@@ -54,7 +55,7 @@ class Choices:
     Attributes:
         rows: of the forward that computes the answers; late rows are placeholders.
         requests: one per request of the batch.
-        late: by place in the batch, of requests whose question is asked first.
+        late: by place in the batch, of requests whose question finds rows.
         layers: of the model.
         tp_size: ranks among which the heads are divided.
         lora_manager: SGLang's; None = without adapters.
@@ -73,21 +74,22 @@ class Choices:
         batch: ScheduleBatch,
         added: Sequence[AddedRows],
         rows: FusedRows,
-        asking: Attention | None,
         model_runner: ModelRunner,
         layers: ModelLayers,
     ) -> Choices:
-        """What `batch` with the added rows chooses; `asking`: what attends while questions ask; None: none asks."""
+        """What `batch` with the added rows chooses."""
         tp_size = ranks_of_batch().world_size
         choosing = {i: choice for i, one in enumerate(added) if (choice := one.choice) is not None}
         asks = {i: choice.plan for i, choice in choosing.items() if added[i].asks}
         prompts = [np.frombuffer(batch.reqs[i].full_untruncated_fill_ids, dtype=np.int64) for i in asks]
+        anyway = [np.concatenate((missing_rows(plan), extend_positions(batch, i))) for i, plan in asks.items()]
         tables = [Tables.of(choice.plan, rows.kv_lens[i]) for i, choice in choosing.items()]
         uploaded = iter(
             upload(
                 [
                     *(array for one in tables for array in one),
                     *(ids[: plan.load_end] for ids, plan in zip(prompts, asks.values(), strict=True)),
+                    *anyway,
                 ],
                 rows.row_positions.device,
             )
@@ -95,9 +97,8 @@ class Choices:
         tables_of = {i: Tables(*itertools.islice(uploaded, len(Tables._fields))) for i in choosing}
         late = {i: LateRows(len(added[i].positions), next(uploaded)) for i in asks}
         begun = list(rows.row_positions.split(rows.row_lens))
-        if asking is not None:
-            for i, positions in enumerate(asking.row_positions.split(asking.row_lens)):
-                begun[i] = positions if i in asks else begun[i]
+        for i in asks:
+            begun[i] = next(uploaded)
         requests: list[RequestProgress] = []
         for i, positions in enumerate(begun):
             choice = choosing.get(i)
@@ -125,9 +126,9 @@ class Choices:
             requests.append(progress)
         return cls(rows, requests, late, layers, tp_size, model_runner.lora_manager)
 
-    def question_pass(self, row_lens: Sequence[int]) -> QuestionPass:
-        """Looks on while the questions ask, with so many rows of each request."""
-        return QuestionPass(self.requests, row_lens, self.rows, self.tp_size)
+    def question_pass(self, asking: Collection[int], row_lens: Sequence[int]) -> QuestionPass:
+        """Looks on while the requests `asking` ask, in a forward with so many rows of each request."""
+        return QuestionPass(self.requests, asking, row_lens, self.rows, self.tp_size)
 
     def choose(self, batch: ForwardBatch) -> Attention:
         """Writes into `batch` the rows that the questions have found; what attends then."""

@@ -102,22 +102,25 @@ class FusedBatch:
         return (*parts, self._part(batch, [replace(one, positions=last, begin=begin), *decoding], first=parts[0]))
 
     def _choosing(self, added: Sequence[AddedRows], layers: ModelLayers) -> tuple[Part, ...]:
-        """The part that computes the answers, behind the one in which questions ask, if any does."""
+        """The part that computes the answers, behind those in which questions ask: one for each last layer."""
         answer = self._part(self.batch, added)
         rows = answer.attention
         assert isinstance(rows, FusedRows), "rows that are chosen are served by our kernel"
-        choices_of = partial(Choices.of, self.batch, added, rows, model_runner=self.model_runner, layers=layers)
-        if not any(one.asks for one in added):
-            return (replace(answer, attention=choices_of(asking=None).attention(rows)),)
+        choices = Choices.of(self.batch, added, rows, self.model_runner, layers)
+        asking: dict[int | None, list[int]] = {}
+        for i, one in enumerate(added):
+            if one.asks and one.choice is not None:
+                asking.setdefault(one.choice.selection.last_asked_layer, []).append(i)
+        if not asking:
+            return (replace(answer, attention=choices.attention(rows)),)
         quiet = replace(self, observe=lambda *_: (), count=lambda _: None)
-        question = quiet._part(*questions_alone(self.batch, added), first=answer)
-        asking = question.attention
-        assert asking is not None
-        choices = choices_of(asking=asking)
-        return (
-            replace(question, is_question=True, observers=(choices.question_pass(asking.row_lens),)),
-            replace(answer, choose=partial(choices.choose, answer.batch)),
-        )
+        parts: list[Part] = []
+        for last_layer, members in asking.items():
+            question = quiet._part(*questions_alone(self.batch, added, members), first=answer)
+            assert question.attention is not None
+            observer = choices.question_pass(members, question.attention.row_lens)
+            parts.append(replace(question, is_question=True, last_layer=last_layer, observers=(observer,)))
+        return (*parts, replace(answer, choose=partial(choices.choose, answer.batch)))
 
     def _part(
         self, batch: ScheduleBatch, added: Sequence[AddedRows], *, end: int | None = None, first: Part | None = None

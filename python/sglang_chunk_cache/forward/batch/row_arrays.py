@@ -12,7 +12,7 @@ together on the host and uploaded at once: the number of operations does not gro
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -91,17 +91,20 @@ def with_rows(
     return fused, row_positions, uploaded
 
 
-def questions_alone(batch: ScheduleBatch, added: Sequence[AddedRows]) -> tuple[ScheduleBatch, list[AddedRows]]:
-    """A copy of `batch` in which only questions that ask first are computed, and the rows that go with each.
+def questions_alone(
+    batch: ScheduleBatch, added: Sequence[AddedRows], asking: Collection[int]
+) -> tuple[ScheduleBatch, list[AddedRows]]:
+    """A copy of `batch` in which only the requests `asking` are computed, with the rows that their plans begin with.
 
     The other requests have no rows, as if they had been computed already. Questions that ask have no images.
     """
     alone = copy.copy(batch)
     alone.prefix_lens, alone.extend_lens, own = [], [], []
-    for one, prefix_len, extend_len in zip(added, batch.prefix_lens, batch.extend_lens, strict=True):
-        alone.prefix_lens.append(prefix_len if one.asks else prefix_len + extend_len)
-        alone.extend_lens.append(extend_len if one.asks else 0)
-        own.append(AddedRows(one.load.plan.row_positions if one.asks and one.load else NO_ROWS, one.begin))
+    for i, (one, prefix_len, extend_len) in enumerate(zip(added, batch.prefix_lens, batch.extend_lens, strict=True)):
+        asks = i in asking
+        alone.prefix_lens.append(prefix_len if asks else prefix_len + extend_len)
+        alone.extend_lens.append(extend_len if asks else 0)
+        own.append(AddedRows(one.load.plan.row_positions if asks and one.load else NO_ROWS, one.begin))
     alone.extend_logprob_start_lens = [0] * len(added)
     alone.return_logprob = False
     alone.replace_embeds = alone.replace_positions = None

@@ -1,4 +1,4 @@
-"""CacheBlend's scores: how far a reused token's K and V are from what they should be (section 4.3)."""
+"""CacheBlend's scores: how far a reused token's K and V are from what they should be (section 4.1)."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ from sglang_chunk_cache.forward.selection.drift import DriftCorrection
 from sglang_chunk_cache.forward.selection.progress import RequestProgress
 from sglang_chunk_cache.forward.selection.scorer import RowsAtLayer
 from sglang_chunk_cache.forward.whole_rows import AttentionNotServed, whole_rows
-from sglang_chunk_cache.kv.layer_kv import LayerKV, is_latent, write_kv
+from sglang_chunk_cache.kv.layer_kv import LayerKV, is_latent
 from sglang_chunk_cache.kv.model_layers import ModelLayers, cut_residual, cut_rows
 
 if TYPE_CHECKING:
@@ -168,9 +168,6 @@ class LayerwiseForward:
         for i, request in enumerate(self._requests):
             selects = request.selects_at(layer_id)
             chosen.append(request.select(layer_id, self._rows_at(i, q, k, v, layer, sinks)) if selects else None)
-            if selects and request.writes_all and save_kv_cache:
-                rows = self._row_range(i)
-                write_kv(self._rows.kv_pool, layer, batch.out_cache_loc[rows], k[rows], v[rows])
         q, k, v = self._cut(q, k, v, batch, chosen)
         if self._corrections and self._corrected is not self._rows:  # other rows than at the layer before
             self._corrected, begins = self._rows, np.cumsum([0, *self.row_lens]).tolist()

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from chunk_cache.methods import METHODS, Options, Stage
-from chunk_cache.methods.scored import LayerMethod, QuestionMethod
+from chunk_cache.methods.scored import QuestionMethod
 from chunk_cache.plan.recompute_plan import RecomputePlan
 from sgl_kernel_ext.transfer import Download
 from sglang_chunk_cache.forward.row_choice import block_means, group_mask, keep_best, keep_where
@@ -122,7 +122,7 @@ class RequestProgress:
         self._hits = [chunk for chunk in plan.chunks if chunk.num_reused]
         if explain:
             self.report = SelectionReport(plan, num_layers)
-        if selection.stage is Stage.LAYER:
+        if self._selects:
             self._scorer = scorer_of(selection.method)
         if selection.stage is not Stage.BEFORE:
             self._counts = selection.layer_counts(num_layers)
@@ -139,12 +139,19 @@ class RequestProgress:
     @property
     def asks_first(self) -> bool:
         """Whether the question runs over the reused cache before the rows are known."""
-        return self._plan is not None and self._selection.stage is Stage.QUESTION
+        return self._plan is not None and self._selection.asks_first
+
+    @property
+    def _selects(self) -> bool:
+        """Whether rows leave by score in the forward that computes the answer."""
+        return self._plan is not None and self._selection.stage is Stage.LAYER and not self._selection.asks_first
 
     @property
     def question_scoring(self) -> tuple[str, frozenset[int]]:
         """By which method its question is scored, and at which layers."""
-        method = METHODS[self._selection.method]
+        method, last_layer = METHODS[self._selection.method], self._selection.last_asked_layer
+        if last_layer is not None:
+            return method.name, frozenset([last_layer])
         assert isinstance(method, QuestionMethod)
         return method.name, frozenset(method.scored_layers(self._selection.options, self._num_layers))
 
@@ -152,12 +159,6 @@ class RequestProgress:
     def options(self) -> Options:
         """Options of its method, as far as they are given."""
         return () if self._plan is None else self._selection.options
-
-    @property
-    def writes_all(self) -> bool:
-        """Whether rows that leave by score leave their K and V of that layer behind."""
-        method = None if self._plan is None else METHODS[self._selection.method]
-        return isinstance(method, LayerMethod) and method.writes_all
 
     @property
     def num_rows(self) -> int:
@@ -169,8 +170,7 @@ class RequestProgress:
         """Whether rows may leave between layers."""
         if self._plan is None:
             return False
-        one = self._selection
-        return one.stage is Stage.LAYER or bool(one.group_size) or bool(one.focus_window)
+        return self._selects or bool(self._selection.group_size) or bool(self._selection.focus_window)
 
     def count_seconds(self, seconds: float) -> None:
         """Adds host time to the report."""
@@ -186,11 +186,11 @@ class RequestProgress:
         reused = self._tables.reused
         scores = self.question_scores[reused]
         found = keep_best(
-            self._by_block(scores, reused), list(zip(self._selection.segment_lens, self._counts[0], strict=True))
+            self._by_block(scores, reused), list(zip(self._selection.segment_lens, self._counts[-1], strict=True))
         )
         if self.report is not None:
             is_late = torch.zeros_like(reused, dtype=torch.bool).index_fill_(0, found, True)
-            self.report.record_scores(scores, is_late, layer_id=None)
+            self.report.record_scores(scores, is_late, self._selection.last_asked_layer)
         self._begin(torch.cat([self.positions, reused[found]]).sort().values)
         self._after_selection()
         self.finish_layer()
@@ -232,9 +232,7 @@ class RequestProgress:
 
     def selects_at(self, layer_id: int) -> bool:
         """Whether rows leave by score at this layer."""
-        if self._plan is None or self._selection.stage is not Stage.LAYER:
-            return False
-        return self._left_at(layer_id) != self._pieces
+        return self._selects and self._left_at(layer_id) != self._pieces
 
     @property
     def observes(self) -> bool:
@@ -295,12 +293,12 @@ class RequestProgress:
         self._is_selected = self._selection.stage is Stage.BEFORE
         if self.report is not None and self._is_selected:
             self.report.record_selected(positions)
-        elif self.report is not None:
+        elif self.report is not None and self._selects:
             self.report.record_begun(positions)
 
     def _initial_pieces(self, num_rows: int) -> list[Piece]:
         assert self._plan is not None
-        if self._selection.stage is not Stage.LAYER:
+        if not self._selects:
             return [Piece(num_rows, self._plan.num_recomputed)]
         if len(self._selection.segment_lens) == 1:
             return [Piece(num_rows, self._plan.num_reused, segment=0)]

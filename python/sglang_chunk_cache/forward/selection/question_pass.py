@@ -8,7 +8,7 @@ ended, all layers of all requests with the same method and layers are scored at 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -101,19 +101,24 @@ class QuestionPass:
 
     Args:
         requests: of the batch.
+        asking: those whose question asks, by their place.
         row_lens: rows of each in the forward; those of its question stand in front of its answer's, which are last.
         rows: of the forward that computes the answers: where the keys of each request lie.
         tp_size: ranks among which the heads are divided.
     """
 
     def __init__(
-        self, requests: Sequence[RequestProgress], row_lens: Sequence[int], rows: FusedRows, tp_size: int
+        self,
+        requests: Sequence[RequestProgress],
+        asking: Collection[int],
+        row_lens: Sequence[int],
+        rows: FusedRows,
+        tp_size: int,
     ) -> None:
         self._tp_size = tp_size
         of_scoring: dict[tuple[str, frozenset[int]], list[int]] = {}
-        for i, request in enumerate(requests):
-            if request.asks_first:
-                of_scoring.setdefault(request.question_scoring, []).append(i)
+        for i in asking:
+            of_scoring.setdefault(requests[i].question_scoring, []).append(i)
         ends = np.cumsum(row_lens).tolist()
         self._alike: list[_ScoredTogether] = []
         for (method, layers), members in of_scoring.items():
