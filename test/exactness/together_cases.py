@@ -15,7 +15,7 @@ from exactness.cases import Prompt, Session
 __all__ = ["CASES", "Session"]
 
 LAYERWISE = ({"method": "cacheblend"}, {"method": "a3"}, {"method": "epic", "options": {"focus_window": 2}})
-"""Rows leave between layers."""
+"""Rows are chosen or leave in the forward."""
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from chunk_cache.methods import METHODS, Stage
+from chunk_cache.methods.scored import LayerMethod
 from chunk_cache_tools.conditions import REFERENCE, Condition
 from chunk_cache_tools.verify.recommendation import Floats, Measured
 from chunk_cache_tools.verify.reply_log import Reply, ReplyLog
@@ -39,7 +40,7 @@ def rows_of(condition: Condition, prompt: TokenPrompt, reply: Reply, num_layers:
     """Rows that a method adds to those of the question and of what is new, a mean over the layers.
 
     A method that chooses at a layer computes all reused rows below it; one that asks the question first computes that
-    twice.
+    twice, and one that does both what it has chosen, too, below the layer.
     """
     assert condition.method is not None
     method = METHODS[condition.method.method]
@@ -48,7 +49,9 @@ def rows_of(condition: Condition, prompt: TokenPrompt, reply: Reply, num_layers:
     if not reply.recomputed_len:
         return 0.0
     counts = method.layer_counts(reply.reused_len, condition.ratio, num_layers, condition.method.options)
-    again = prompt.question_len if method.stage is Stage.QUESTION else 0
+    again: float = prompt.question_len if method.stage is Stage.QUESTION else 0
+    if isinstance(method, LayerMethod) and method.asks_first:
+        again = (prompt.question_len + counts[-1]) * method.check_layer(condition.method.options) / num_layers
     return sum(counts) / num_layers + again
 
 

@@ -49,10 +49,13 @@ class AddedRows:
         """Whether the request's question finds rows, in a forward of its own."""
         return self.choice is not None and self.choice.selection.asks_first
 
-    @property
-    def num_asking(self) -> int:
-        """Rows of that forward, which come on top."""
-        return 0 if self.load is None else self.load.plan.num_asking
+    def num_asking(self, num_layers: int) -> int:
+        """Rows of that forward, which come on top; of one that ends early the mean over the layers of the model."""
+        if self.load is None:
+            return 0
+        last_layer = None if self.choice is None else self.choice.selection.last_asked_layer
+        plan = self.load.plan
+        return plan.num_asking if last_layer is None else len(plan.row_positions) * last_layer // num_layers
 
     @property
     def choice(self) -> Choice | None:

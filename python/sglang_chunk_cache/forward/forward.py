@@ -36,7 +36,7 @@ class Part:
         attention: in the place of SGLang's backend; None = that one.
         observers: look on.
         states: what layers with states do; None = as in SGLang's forward of `batch`.
-        is_question: its rows are computed again by the next part; only what `observers` see of it counts.
+        is_question: what it computes counts for what `observers` see of it, and the K and V that it writes.
         last_layer: in which K and V are written, and it ends, without an output; None = it is a whole forward.
         choose: places rows that the part in front has found into `batch`, and returns what attends; None = all rows
             were known.

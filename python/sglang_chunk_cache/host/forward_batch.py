@@ -183,7 +183,8 @@ def _timing(
 ) -> contextlib.AbstractContextManager[None] | None:
     if chunks.tiers is None and not any(state_of(req) for req in batch.reqs):
         return None
-    num_rows = sum(len(one.positions) + one.num_asking for one in added) + batch.extend_num_tokens
+    num_layers = len(chunks.layers.modules)
+    num_rows = sum(len(one.positions) + one.num_asking(num_layers) for one in added) + batch.extend_num_tokens
     return chunks.clock.measuring(num_rows, int(batch.seq_lens_cpu.max()))
 
 

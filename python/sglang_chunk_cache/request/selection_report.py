@@ -105,7 +105,7 @@ class SelectionReport:
         }
 
     def _rows_per_layer(self) -> list[int]:
-        """Recomputed rows whose attention ran, by layer."""
+        """Recomputed rows whose attention ran, by layer; where the question is asked up to a layer, of that forward."""
         rows, num = [], self._plan.num_recomputed
         left = {layer: self._count_reused(positions) for layer, positions in (*self._unselected, *self._left)}
         assert self._plan.selection is not None

@@ -51,6 +51,9 @@ FLAG_RULES: tuple[FlagRule, ...] = (
     FlagRule("enable_pdmux", "prefill/decode multiplexing (--enable-pdmux)"),
     FlagRule("encoder_only", "encoder disaggregation (--encoder-only)"),
     FlagRule("language_only", "encoder disaggregation (--language-only)"),
+    # A forward that ends within a layer would leave its weights where they are.
+    FlagRule("cpu_offload_gb", "weights in host memory (--cpu-offload-gb)", lambda value: value > 0),
+    FlagRule("offload_group_size", "weights in host memory (--offload-group-size)", lambda value: value > 0),
     # Speculative decoding.
     FlagRule(
         "speculative_algorithm",

@@ -1,7 +1,7 @@
 """Method: how the tokens of reused chunks that are computed again are found, and when.
 
     Stage.BEFORE     before the forward, on the host: `rows_for_chunk`
-    Stage.LAYER      at a layer, from what all rows computed there; rows leave from then on: `layer_counts`
+    Stage.LAYER      at a layer, from what all rows computed there; from then on the others are left out: `layer_counts`
     Stage.QUESTION   by a forward of the question over the reused cache, in front of the answer's: `layer_counts`
 
 A method of the last two stages says here only how many rows are kept; the scores are tensors, and the function that

@@ -25,7 +25,7 @@ from chunk_cache.methods.method_options import (
 )
 
 CHECK_LAYER = IntOption("check_layer", default=1, minimum=0, maximum=MAX_LAYER)
-"""The layer at which all rows are scored; the layers before it run on all rows, from its attention on rows leave."""
+"""The layer at which all rows are scored; the layers before it run on all rows, its attention on what is kept."""
 
 LAYERS = LayersOption("layers")
 """Layers at which the question's attention is summed up."""

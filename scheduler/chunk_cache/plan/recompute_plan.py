@@ -11,7 +11,7 @@ The load is [load_start, load_end), whole pages. Inside it the rows of the forwa
 it every position. So computed_tokens = (.) + (>), reused_tokens = (R) + (=), recomputed_tokens = (R).
 
 Where R is found during the forward (`selection`), `row_positions` are the rows that it begins with: all of the load
-where rows leave at a layer, only (.) where the question is asked first, which finds `num_late_rows` more.
+where all are scored at a layer, only (.) where the question looks at what is stored and finds `num_late_rows` more.
 """
 
 from __future__ import annotations

@@ -30,6 +30,8 @@ FLAGS: list[tuple[str, Any, str]] = [
     ("enable_attn_tp_input_scattered", True, "--enable-attn-tp-input-scattered"),
     ("moe_a2a_backend", "deepep", "--moe-a2a-backend"),
     ("moe_dense_tp_size", 1, "--moe-dense-tp-size"),
+    ("cpu_offload_gb", 4, "--cpu-offload-gb"),
+    ("offload_group_size", 2, "--offload-group-size"),
     ("nnodes", 2, "--nnodes"),
     ("use_ray", True, "--use-ray"),
     ("enable_pdmux", True, "--enable-pdmux"),

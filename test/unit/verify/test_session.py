@@ -152,7 +152,10 @@ def test_a_grid_asks_nothing_twice() -> None:
     ("method", "rows"),
     [
         ("epic", 30.0),  # as the reply says
-        ("a3", (100 + 3 * 30) / 4),  # all rows below the check layer
+        (
+            "a3",
+            (100 + 3 * 30) / 4 + (30 + 1) / 4,
+        ),  # below the check layer all, then some again
         ("fusionrag", 30 + 1),  # the question runs twice
     ],
 )

@@ -109,7 +109,7 @@ class FusedBatch:
         choices = Choices.of(self.batch, added, rows, self.model_runner, layers)
         asking: dict[int | None, list[int]] = {}
         for i, one in enumerate(added):
-            if one.asks and one.choice is not None:
+            if one.choice is not None and one.asks:
                 asking.setdefault(one.choice.selection.last_asked_layer, []).append(i)
         if not asking:
             return (replace(answer, attention=choices.attention(rows)),)

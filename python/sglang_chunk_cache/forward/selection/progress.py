@@ -138,7 +138,7 @@ class RequestProgress:
 
     @property
     def asks_first(self) -> bool:
-        """Whether the question runs over the reused cache before the rows are known."""
+        """Whether the question is scored in a forward of its own before the rows are known."""
         return self._plan is not None and self._selection.asks_first
 
     @property

@@ -1,8 +1,10 @@
 """QuestionPass: questions look at the reused cache in a forward of their own, before rows are chosen.
 
-That forward has the rows that are computed in any case, and is one of SGLang's like any other; its K and V are written
-again by the next one. A `QuestionPass` looks on and keeps the questions' Q of each scored layer; when the forward has
-ended, all layers of all requests with the same method and layers are scored at once, and each request gets its own.
+That forward has the rows that are computed in any case, and is one of SGLang's like any other; the next one writes
+their K and V again. Of a method of stage LAYER it has all rows and ends at the check layer; what is not chosen keeps
+the K and V that it has written. A `QuestionPass` looks on and keeps the questions' Q of each scored layer; when the
+forward has ended, all layers of all requests with the same method and layers are scored at once, and each request gets
+its own.
 """
 
 from __future__ import annotations

@@ -137,9 +137,9 @@ class RowsAtLayer:
 Scorer: TypeAlias = Callable[[Any], torch.Tensor]
 """`score(rows)`: fp32, larger = recompute; ranks are summed afterwards.
 
-Of a method of stage LAYER it is given `RowsAtLayer` and returns `[num_rows]`, the part of this rank's heads; of stage
-QUESTION `AskedLayers`, to whose `so_far` it adds `[sum of kv_lens]`, means over this rank's heads, where entries of
-tokens that are not reused are ignored.
+Of a method whose rows leave at a layer it is given `RowsAtLayer` and returns `[num_rows]`, the part of this rank's
+heads; of one that asks first `AskedLayers`, to whose `so_far` it adds `[sum of kv_lens]`, means over this rank's heads,
+where entries of tokens that are not reused are ignored.
 """
 
 
