@@ -12,10 +12,18 @@ import torch
 from chunk_cache.options.kept_tokens import KeptTokens
 from chunk_cache.options.request_options import RequestOptions, dumps
 from chunk_cache.prompt.chunk_prompt import ChunkPrompt
+from chunk_cache.prompt.discover import Discoverer
 from sglang_chunk_cache.forward.added_rows import AddedRows
 from sglang_chunk_cache.forward.forward import Forward, Part, TargetForwards, announce, announced
 from sglang_chunk_cache.kv.pool import Load
-from sglang_chunk_cache.request.chunk_request import PARAM_NAME, Admission, ChunkRequest, leave_images_exact, state_of
+from sglang_chunk_cache.request.chunk_request import (
+    PARAM_NAME,
+    Admission,
+    ChunkRequest,
+    discover,
+    leave_images_exact,
+    state_of,
+)
 
 
 def admitted() -> tuple[ChunkRequest, Any]:
@@ -81,11 +89,13 @@ def test_a_draft_is_told_the_rows_of_the_same_batch_once() -> None:
         forwards.take(other)
 
 
-def req_of(ids: list[int], options: RequestOptions, rid: str = "r", session: Any = None, images: Any = None) -> Any:
+def req_of(
+    ids: list[int], options: RequestOptions | None, rid: str = "r", session: Any = None, images: Any = None
+) -> Any:
     return SimpleNamespace(
         rid=rid,
         session=session,
-        sampling_params=SimpleNamespace(custom_params={PARAM_NAME: dumps(options)}),
+        sampling_params=SimpleNamespace(custom_params=None if options is None else {PARAM_NAME: dumps(options)}),
         origin_input_ids=ids,
         origin_input_ids_unpadded=ids,
         extra_key=None,
@@ -116,6 +126,18 @@ def test_where_nothing_is_reused_beside_images_only_texts_are_reused() -> None:
         assert (state.prompt.unsupported, state.may_await_scores) == (False, True)
         leave_images_exact(req)
         assert (state.prompt.unsupported, state.may_await_scores) == (inputs is images, inputs is None)
+
+
+def test_a_prompt_is_searched_once_whoever_asked_for_its_state_before() -> None:
+    discoverer, passage = Discoverer(), [*range(100, 300)]
+    for i in range(3):
+        req = req_of([i, *passage, 50 + i], None)
+        assert state_of(req) is None
+        for _ in range(2):  # the second time it comes back from retraction
+            discover(req, discoverer)
+        state = state_of(req)
+        assert (state is not None and bool(state.prompt.keys)) is (i > 0)
+    assert discoverer.counters.num_prompts == 3
 
 
 def test_a_chunk_keeps_its_name_in_later_turns() -> None:

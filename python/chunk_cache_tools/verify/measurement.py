@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import numpy as np
 
 from chunk_cache.methods import METHODS, Stage
-from chunk_cache.methods.scored import LayerMethod
 from chunk_cache_tools.conditions import REFERENCE, Condition
 from chunk_cache_tools.verify.recommendation import Floats, Measured
 from chunk_cache_tools.verify.reply_log import Reply, ReplyLog
@@ -48,10 +47,11 @@ def rows_of(condition: Condition, prompt: TokenPrompt, reply: Reply, num_layers:
         return reply.recomputed_len
     if not reply.recomputed_len:
         return 0.0
-    counts = method.layer_counts(reply.reused_len, condition.ratio, num_layers, condition.method.options)
+    options = condition.method.options
+    counts = method.layer_counts(reply.reused_len, condition.ratio, num_layers, options)
     again: float = prompt.question_len if method.stage is Stage.QUESTION else 0
-    if isinstance(method, LayerMethod) and method.asks_first:
-        again = (prompt.question_len + counts[-1]) * method.check_layer(condition.method.options) / num_layers
+    if (last_layer := method.last_asked_layer(options)) is not None:
+        again = (prompt.question_len + counts[-1]) * last_layer / num_layers
     return sum(counts) / num_layers + again
 
 

@@ -1,8 +1,7 @@
 """AddedRows: rows that a forward adds in front of one request's extend.
 
-Verbs: `take_added_rows` (of all requests of a batch, once), `num_due_rows` (how many they are), `missing_rows` (those
-of a load that nothing chooses), `for_draft` (what a draft adds), `everything` (every token of a load whose KV does not
-arrive).
+Verbs: `take_added_rows` (of all requests of a batch, once), `num_due_rows` (how many they are), `for_draft` (what a
+draft adds), `everything` (every token of a load whose KV does not arrive).
 """
 
 from __future__ import annotations
@@ -44,13 +43,9 @@ class AddedRows:
         """KV of the loaded range that is still on its way."""
         return () if self.load is None else self.load.layer_copies
 
-    @property
-    def asks(self) -> bool:
-        """Whether the request's question finds rows, in a forward of its own."""
-        return self.choice is not None and self.choice.selection.asks_first
-
     def num_asking(self, num_layers: int) -> int:
-        """Rows of that forward, which come on top; of one that ends early the mean over the layers of the model."""
+        """Rows of a forward in which the question finds rows, on top of these; of one that ends early the mean over the
+        layers of the model."""
         if self.load is None:
             return 0
         last_layer = None if self.choice is None else self.choice.selection.last_asked_layer
@@ -108,16 +103,8 @@ def take_added_rows(batch: ScheduleBatch) -> tuple[AddedRows, ...] | None:
     return tuple(found) if any(one.load is not None for one in found) else None
 
 
-def missing_rows(plan: RecomputePlan) -> npt.NDArray[np.int64]:
-    """`[num_rows]` int64: positions of the load that no chunk brings in, ascending."""
-    return np.setdiff1d(np.arange(plan.load_start, plan.load_end), _reused(plan), assume_unique=True)
-
-
 def _positions_of(plan: RecomputePlan) -> npt.NDArray[np.int64]:
     if plan.selection is None or not plan.selection.asks_first:
         return plan.row_positions
-    return np.sort(np.concatenate([missing_rows(plan), _reused(plan)[: plan.num_recomputed]]))
-
-
-def _reused(plan: RecomputePlan) -> npt.NDArray[np.int64]:
-    return np.concatenate([np.arange(c.dst_start, c.dst_end) for c in plan.chunks if c.num_reused])
+    reused = np.concatenate([np.arange(c.dst_start, c.dst_end) for c in plan.chunks if c.num_reused])
+    return np.setdiff1d(np.arange(plan.load_start, plan.load_end), reused[plan.num_recomputed :], assume_unique=True)

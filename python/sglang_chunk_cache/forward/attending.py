@@ -101,7 +101,6 @@ def attending(
     stock_positions: torch.Tensor | None = None,
     states: StateForward | None = None,
     last_layer: int | None = None,
-    kv_pool: Any = None,
 ) -> Iterator[None]:
     """Forwards inside the scope attend by `attention` (None: as in stock SGLang), and `observers` look on.
 
@@ -111,7 +110,6 @@ def attending(
         stock_positions: `[num_tokens]` for observers, where `attention` is None.
         states: what layers with states do; None = as in stock SGLang.
         last_layer: of which K and V are written, nobody attends, and the scope ends with it; None = all layers.
-        kv_pool: SGLang's, where there is a `last_layer`.
     """
     assert "forward" not in vars(backend), "forwards do not nest"
     stock_forward, stock_metadata = backend.forward, backend.init_forward_metadata
@@ -133,13 +131,12 @@ def attending(
         if attention is None:
             positions, row_lens = stock_positions, forward_batch.extend_seq_lens_cpu
             out = stock_forward(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
-        elif layer.layer_id == last_layer:
-            positions, row_lens, out = attention.row_positions, attention.row_lens, q
-            if save_kv_cache and k is not None:
-                write_rows(kv_pool, q, k, v, layer, forward_batch, kwargs)
         else:
             positions, row_lens = attention.row_positions, attention.row_lens
-            out = attention.attend(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)  # rows may leave inside
+            if layer.layer_id != last_layer:
+                out = attention.attend(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)  # rows may leave inside
+            elif save_kv_cache and k is not None:
+                write_rows(backend.token_to_kv_pool, q, k, v, layer, forward_batch, kwargs)
         looking = [one for one in observers if one.observes(layer.layer_id)]
         if looking:
             whole_q, _ = whole_rows(q, None, layer, {"q_rope": kwargs.get("q_rope")})

@@ -97,14 +97,7 @@ def _compute_part(
     with (
         _graphs_that_fit(model_runner, part, loads),
         attending(
-            model_runner.attn_backend,
-            attention,
-            part.observers,
-            loads,
-            stock_positions,
-            part.states,
-            part.last_layer,
-            model_runner.token_to_kv_pool,
+            model_runner.attn_backend, attention, part.observers, loads, stock_positions, part.states, part.last_layer
         ),
         layerwise,
     ):

@@ -79,8 +79,8 @@ class ChunkScheduler(Scheduler):
         chunks = self._chunks
         if req.to_finish is not None:
             forget(req)
-        if chunks.discoverer is not None:
-            discover(req, chunks.discoverer)  # first: it skips a request whose state somebody asked for
+        elif chunks.discoverer is not None:
+            discover(req, chunks.discoverer)
         if not chunks.reuses_images:
             leave_images_exact(req)
         if chunks.gate is not None and (state := state_of(req)) is not None:

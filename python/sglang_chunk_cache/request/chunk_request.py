@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
 PARAM_NAME = "chunk_cache"
 _ATTRIBUTE = "chunk_cache_request"
+_WAS_SEARCHED = "chunk_cache_was_searched"
 _NOBODY_ASKED = SelectorAnswer(None, "unsupported", 0.0)
 
 
@@ -212,8 +213,9 @@ def leave_images_exact(req: Any) -> None:
 
 def discover(req: Any, discoverer: Discoverer) -> None:
     """Gives a request that nobody marked the passages that were there before, and learns from it; once per request."""
-    if getattr(req, _ATTRIBUTE, False) is not False:
+    if getattr(req, _WAS_SEARCHED, False):
         return
+    setattr(req, _WAS_SEARCHED, True)
     state = state_of(req)
     options = RequestOptions() if state is None else state.options
     # What is found beside images may begin or end within one.

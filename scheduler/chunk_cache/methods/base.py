@@ -200,6 +200,11 @@ class Method:
         assert isinstance(given, float)
         return given or None
 
+    def last_asked_layer(self, options: Options) -> int | None:
+        """The layer at which a forward of all rows ends that scores the question, in front of the one that computes the
+        rows that are kept; None = there is no such forward."""
+        return None
+
     def tokens_per_chunk(self, options: Options) -> int | None:
         """How many tokens of each chunk are the budget, at most; None where it is a share."""
         return None

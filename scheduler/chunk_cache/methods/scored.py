@@ -44,9 +44,6 @@ class LayerMethod(Method):
 
     stage = Stage.LAYER
     own_options: ClassVar[tuple[Option, ...]] = (CHECK_LAYER, TOP_K)
-    asks_first: ClassVar[bool] = False
-    """Whether a forward of all rows ends at the check layer, where K and V of all stay and the question is scored, and
-    another computes those that are kept. Else there is one forward, from which rows leave there without a trace."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -72,7 +69,9 @@ class A3(LayerMethod):
     """
 
     reads_question = True
-    asks_first = True
+
+    def last_asked_layer(self, options: Options) -> int | None:
+        return self.check_layer(options)
 
 
 class QuestionMethod(Method):

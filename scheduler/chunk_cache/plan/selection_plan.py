@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from chunk_cache.methods import METHODS, Method, Options, Stage
-from chunk_cache.methods.scored import LayerMethod
 from chunk_cache.types import Span
 
 
@@ -37,10 +36,7 @@ class Selection:
     @property
     def last_asked_layer(self) -> int | None:
         """The layer at which that forward ends; None = it is a whole one, or there is none."""
-        method = METHODS[self.method]
-        if not isinstance(method, LayerMethod) or not method.asks_first:
-            return None
-        return method.check_layer(self.options)
+        return METHODS[self.method].last_asked_layer(self.options)
 
     @property
     def group_size(self) -> int:

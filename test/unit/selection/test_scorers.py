@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from chunk_cache.methods import METHODS, Stage
-from chunk_cache.methods.scored import LayerMethod
 from sgl_kernel_ext.attention_mass.naive import attention_mass_reference
 from sgl_kernel_ext.backend import FP8
 from sgl_kernel_ext.kv_deviation.naive import kv_deviation_reference
@@ -101,7 +100,7 @@ def expected(method: str, rows: RowsAtLayer) -> torch.Tensor:
 
 
 SCORED = [name for name, method in METHODS.items() if method.stage is not Stage.BEFORE]
-LEAVING = [one.name for one in METHODS.values() if isinstance(one, LayerMethod) and not one.asks_first]
+LEAVING = [name for name in SCORED if METHODS[name].stage is Stage.LAYER and METHODS[name].last_asked_layer(()) is None]
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -141,14 +140,14 @@ def test_scores_equal_the_definition(name: str, logit_cap: float, sinks: torch.T
         torch.testing.assert_close(found.double(), expected(name, rows), atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["fusionrag", "infoflow"])
+@pytest.mark.parametrize("name", ["a3", "fusionrag", "infoflow"])
 def test_each_question_scores_the_keys_of_its_own_request(name: str) -> None:
     requests = [make_rows(seed) for seed in range(3)]
     apart = torch.cat([expected(name, rows) for rows in requests])
     torch.testing.assert_close(scorer_of(name)(question_of(*requests)).double(), apart, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["fusionrag", "infoflow"])
+@pytest.mark.parametrize("name", ["a3", "fusionrag", "infoflow"])
 def test_layers_add_up(name: str) -> None:
     asked = question_of(make_rows())
     alone = scorer_of(name)(asked)
@@ -169,12 +168,14 @@ def test_what_is_stored_in_fp8_is_scaled(dtype: torch.dtype) -> None:
     assert not torch.allclose(found, scorer_of(name)(dataclasses.replace(rows, stored=LayerKV(stored.k, stored.v))))
 
 
-def test_a_question_reads_keys_in_fp8_with_their_scale() -> None:
+@pytest.mark.parametrize("dtype", FP8)
+@pytest.mark.parametrize("name", ["fusionrag", "a3"])
+def test_a_question_reads_keys_in_fp8_with_their_scale(name: str, dtype: torch.dtype) -> None:
     rows = make_rows()
-    rows = dataclasses.replace(rows, stored=LayerKV(rows.stored.k.div(0.5).to(FP8[0]), rows.stored.v, 0.5))
+    rows = dataclasses.replace(rows, stored=LayerKV(rows.stored.k.div(0.5).to(dtype), rows.stored.v, 0.5))
     rows = dataclasses.replace(rows, k=rows.stored.k[rows.slots()].float())  # as stored
     meant = dataclasses.replace(rows, k=rows.k * 0.5, stored=LayerKV(rows.stored.k.float() * 0.5, rows.stored.v))
-    found, expected_scores = (scorer_of("fusionrag")(question_of(one)) for one in (rows, meant))
+    found, expected_scores = (scorer_of(name)(question_of(one)) for one in (rows, meant))
     torch.testing.assert_close(found, expected_scores, atol=1e-5, rtol=1e-5)
 
 

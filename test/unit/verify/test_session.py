@@ -152,10 +152,7 @@ def test_a_grid_asks_nothing_twice() -> None:
     ("method", "rows"),
     [
         ("epic", 30.0),  # as the reply says
-        (
-            "a3",
-            (100 + 3 * 30) / 4 + (30 + 1) / 4,
-        ),  # below the check layer all, then some again
+        ("a3", (100 + 3 * 30 + 30 + 1) / 4),  # below the check layer all rows, and what is chosen again
         ("fusionrag", 30 + 1),  # the question runs twice
     ],
 )

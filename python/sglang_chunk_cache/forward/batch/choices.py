@@ -16,9 +16,9 @@ import numpy as np
 import torch
 
 from sgl_kernel_ext.transfer import upload
-from sglang_chunk_cache.forward.added_rows import AddedRows, missing_rows
+from sglang_chunk_cache.forward.added_rows import AddedRows
 from sglang_chunk_cache.forward.attending import Attention
-from sglang_chunk_cache.forward.batch.row_arrays import extend_positions
+from sglang_chunk_cache.forward.batch.row_arrays import positions_of
 from sglang_chunk_cache.forward.positions import stand_at
 from sglang_chunk_cache.forward.rows import FusedRows
 from sglang_chunk_cache.forward.selection.executor import LayerwiseForward
@@ -80,14 +80,15 @@ class Choices:
         """What `batch` with the added rows chooses."""
         tp_size = ranks_of_batch().world_size
         choosing = {i: choice for i, one in enumerate(added) if (choice := one.choice) is not None}
-        asks = {i: choice.plan for i, choice in choosing.items() if added[i].asks}
+        asks = {i: choice.plan for i, choice in choosing.items() if choice.selection.asks_first}
         prompts = [np.frombuffer(batch.reqs[i].full_untruncated_fill_ids, dtype=np.int64) for i in asks]
-        anyway = [np.concatenate((missing_rows(plan), extend_positions(batch, i))) for i, plan in asks.items()]
-        tables = [Tables.of(choice.plan, rows.kv_lens[i]) for i, choice in choosing.items()]
+        tables = {i: Tables.of(choice.plan, rows.kv_lens[i]) for i, choice in choosing.items()}
+        positions_at = positions_of(batch, added)
+        anyway = [positions_at[i][tables[i].chunk_at[positions_at[i]] < 0] for i in asks]
         uploaded = iter(
             upload(
                 [
-                    *(array for one in tables for array in one),
+                    *(array for one in tables.values() for array in one),
                     *(ids[: plan.load_end] for ids, plan in zip(prompts, asks.values(), strict=True)),
                     *anyway,
                 ],

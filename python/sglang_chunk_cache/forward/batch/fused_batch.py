@@ -109,8 +109,8 @@ class FusedBatch:
         choices = Choices.of(self.batch, added, rows, self.model_runner, layers)
         asking: dict[int | None, list[int]] = {}
         for i, one in enumerate(added):
-            if one.choice is not None and one.asks:
-                asking.setdefault(one.choice.selection.last_asked_layer, []).append(i)
+            if (choice := one.choice) is not None and choice.selection.asks_first:
+                asking.setdefault(choice.selection.last_asked_layer, []).append(i)
         if not asking:
             return (replace(answer, attention=choices.attention(rows)),)
         quiet = replace(self, observe=lambda *_: (), count=lambda _: None)

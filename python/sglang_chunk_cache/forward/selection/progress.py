@@ -128,18 +128,13 @@ class RequestProgress:
             self._counts = selection.layer_counts(num_layers)
         if selection.focus_window:
             self._focus = FocusTracker(len(plan.chunks), selection.focus_window, positions.device)
-        if not self.asks_first:
+        if not selection.asks_first:
             self._begin(positions)
 
     @classmethod
     def unchanged(cls, positions: torch.Tensor) -> RequestProgress:
         """A request whose rows all stay."""
         return cls(None, None, positions, num_question=0, num_answer=0, num_layers=0, tp_size=1, explain=False)
-
-    @property
-    def asks_first(self) -> bool:
-        """Whether the question is scored in a forward of its own before the rows are known."""
-        return self._plan is not None and self._selection.asks_first
 
     @property
     def _selects(self) -> bool:
