@@ -161,3 +161,10 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     yield Service(manager, http_server.app, SchedulerEnd(port_args))
     options.set_args(None)
     restore_context(before)
+
+
+@pytest.fixture
+def seen(service: Service) -> list[Any]:
+    """Requests that reach the scheduler's end from now on."""
+    service.scheduler.seen.clear()
+    return service.scheduler.seen

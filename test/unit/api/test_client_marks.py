@@ -1,4 +1,4 @@
-"""Marks that clients send for other services, passages beside messages, and the headers and details of replies."""
+"""Marks that clients send for other services, and passages beside messages."""
 
 from __future__ import annotations
 
@@ -12,18 +12,11 @@ from chunk_cache.options.request_options import MAX_CHUNKS, loads
 from chunk_cache.prompt.marked_body import MarkFlags
 from chunk_cache_tools.verify.workload import read_prompt
 from sglang_chunk_cache.flags import server_args as options
+from unit.api.client_bodies import CHAT, CHUNKS, COMPLETIONS, MESSAGES, SEARCH, SEP, chat, messages, sent, text
 
-SEP = "<|chunk|>"
-CHAT, MESSAGES, COMPLETIONS = "/v1/chat/completions", "/v1/messages", "/v1/completions"
 BREAKPOINT = {"prompt_cache_breakpoint": {"mode": "explicit"}}
 CONTROL = {"cache_control": {"type": "ephemeral"}}
 UNUSED = "x-chunk-cache-unused"
-
-
-@pytest.fixture
-def seen(service):
-    service.scheduler.seen.clear()
-    return service.scheduler.seen
 
 
 @pytest.fixture
@@ -63,23 +56,6 @@ def chunks_of(service, request) -> list[str]:
         return []
     ids = list(request.input_ids)
     return [service.manager.tokenizer.decode(ids[start:end]).strip() for start, end in loads(carried(request)).spans]
-
-
-def text(value: str, **more: Any) -> dict[str, Any]:
-    return {"type": "text", "text": value, **more}
-
-
-def chat(*messages: Any, **more: Any) -> dict[str, Any]:
-    found = [m if isinstance(m, dict) else {"role": m[0], "content": m[1]} for m in messages]
-    return {"model": "m", "max_tokens": 3, "messages": found, **more}
-
-
-def sent(service, seen, route: str, body: Any, status: int = 200) -> Any:
-    """The response, and the request that reached the scheduler."""
-    seen.clear()
-    response = service.post(route, body)
-    assert response.status_code == status, response.text
-    return response
 
 
 MARKED = chat(
@@ -219,8 +195,6 @@ def test_a_built_in_template(service, seen, monkeypatch):
 
 # Passages beside the messages.
 
-CHUNKS = [{"id": "a", "text": "the rose\n"}, {"id": "b", "text": "the tale"}, {"id": "a", "text": "the rose\n"}]
-
 
 def test_chunks_stand_in_front_of_the_last_message_of_the_user(service, seen):
     body = chat(("user", "Hi."), ("assistant", "Yes."), ("user", "Who?"))
@@ -278,23 +252,12 @@ def test_documents_that_the_template_leaves_out_are_named(service, seen, templat
 
 # Anthropic.
 
-SEARCH = {
-    "type": "search_result",
-    "source": "http://a",
-    "title": "Roses",
-    "content": [text("the rose"), text("is red.\n")],
-    "citations": {"enabled": True},
-}
 DOCUMENT = {
     "type": "document",
     "source": {"type": "text", "media_type": "text/plain", "data": "the tale"},
     "title": "Tales",
     "citations": {"enabled": True},
 }
-
-
-def messages(*content: Any, **more: Any) -> dict[str, Any]:
-    return {"model": "m", "max_tokens": 3, "messages": [{"role": "user", "content": list(content)}], **more}
 
 
 def test_search_results_and_documents_are_chunks(service, seen, monkeypatch):
@@ -595,110 +558,6 @@ def test_marks_on_other_routes_are_named(service, seen):
     body = {"model": "m", "input": [{"role": "user", "content": [{"type": "input_text", "text": "a", **BREAKPOINT}]}]}
     response = service.post("/v1/responses", body)
     assert response.headers[UNUSED] == "input[0].content[0].prompt_cache_breakpoint (this route cannot mark chunks)"
-
-
-# Replies.
-
-COUNTS = {"chunk_reused_tokens": 5, "chunk_recomputed_tokens": 2}
-
-
-def test_headers_usage_and_ids_of_a_chat(service, seen):
-    response = sent(service, seen, CHAT, chat(("user", "Who?"), chunk_cache={"chunks": CHUNKS[:1]}))
-    assert response.headers["x-chunk-cache"] == "reused=5, recomputed=2"
-    assert response.json()["usage"]["prompt_tokens_details"] == COUNTS
-
-
-def test_choices_are_added_up(service, seen):
-    response = sent(service, seen, CHAT, chat(("user", "Who?"), chunk_cache={"chunks": CHUNKS[:1]}, n=3))
-    assert response.headers["x-chunk-cache"] == "reused=15, recomputed=6"
-    assert response.json()["usage"]["prompt_tokens_details"]["chunk_reused_tokens"] == 5
-    body = {"model": "m", "prompt": [f"{SEP}a{SEP}", "plain", f"{SEP}b{SEP}"], "max_tokens": 3}
-    response = sent(service, seen, COMPLETIONS, body)
-    assert response.headers["x-chunk-cache"] == "reused=10, recomputed=4"
-    assert response.json()["usage"]["prompt_tokens_details"]["chunk_reused_tokens"] == 10
-    body = {"text": [f"{SEP}a{SEP}", "plain"], "sampling_params": {"max_new_tokens": 3}}
-    assert sent(service, seen, "/generate", body).headers["x-chunk-cache"] == "reused=5, recomputed=2"
-
-
-@pytest.mark.parametrize(
-    ("route", "body"),
-    [
-        (CHAT, chat(("user", f"{SEP}a{SEP}b"))),
-        (COMPLETIONS, {"model": "m", "prompt": f"{SEP}a{SEP}b", "max_tokens": 3}),
-        ("/generate", {"text": f"{SEP}a{SEP}b", "sampling_params": {"max_new_tokens": 3}}),
-        (MESSAGES, messages(SEARCH, text("Who?"))),
-    ],
-)
-def test_streams_have_the_header_too(service, seen, route, body):
-    response = sent(service, seen, route, {**body, "stream": True})
-    assert response.headers["x-chunk-cache"] == "reused=5, recomputed=2"
-
-
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(
-    ("route", "body"),
-    [
-        (CHAT, chat(("user", "a"))),
-        (COMPLETIONS, {"model": "m", "prompt": "a", "max_tokens": 3}),
-        ("/generate", {"text": "a", "sampling_params": {"max_new_tokens": 3}}),
-        (MESSAGES, messages(text("a"))),
-    ],
-)
-def test_what_was_discovered_has_the_header_too(service, seen, monkeypatch, route, body, stream):
-    monkeypatch.setattr(service.scheduler, "discovers", True)
-    options.attach(service.manager.server_args, dataclasses.replace(options._current, discover=True))
-    try:
-        response = sent(service, seen, route, {**body, "stream": stream})
-    finally:
-        options.attach(service.manager.server_args, options._current)
-    assert response.headers["x-chunk-cache"] == "reused=5, recomputed=2"
-
-
-@pytest.mark.parametrize("cached", [{}, {"cached_tokens": 1}])
-def test_cached_tokens_are_those_of_stock(service, seen, cached):
-    from sglang.srt.runtime_context import get_serving
-
-    with get_serving().override(enable_cache_report=bool(cached)):
-        for route, body in (
-            (CHAT, chat(("user", f"{SEP}a{SEP}b"))),
-            (COMPLETIONS, {"model": "m", "prompt": f"{SEP}a{SEP}b", "max_tokens": 3}),
-        ):
-            assert sent(service, seen, route, body).json()["usage"]["prompt_tokens_details"] == {**cached, **COUNTS}
-            events = service.events(route, {**body, "stream_options": {"include_usage": True}})
-            (usage,) = [event["usage"] for event in events if event.get("usage")]
-            assert usage["prompt_tokens_details"] == {**cached, **COUNTS}
-        body = messages(SEARCH, text("Who?"))
-        message = sent(service, seen, MESSAGES, body).json()
-        start = sent(service, seen, MESSAGES, {**body, "stream": True}).text.partition("data: ")[2].partition("\n")[0]
-        for usage in (message["usage"], json.loads(start)["message"]["usage"]):
-            assert usage.get("cache_read_input_tokens", 0) == len(cached)
-            assert usage["input_tokens"] == len(seen[0].input_ids) - len(cached)
-            assert usage.items() >= COUNTS.items()
-
-
-def test_the_reply_of_anthropic(service, seen):
-    body = messages(SEARCH, text("Who?"))
-    message = sent(service, seen, MESSAGES, body).json()
-    assert message["sglext"]["chunk_cache"]["reused_tokens"] == 5
-    usage = message["usage"]
-    assert (usage["chunk_reused_tokens"], usage["chunk_recomputed_tokens"]) == (5, 2)
-    assert "cache_read_input_tokens" not in usage
-    assert usage["input_tokens"] == len(seen[0].input_ids)
-    events = sent(service, seen, MESSAGES, {**body, "stream": True}).text
-    assert events.count('"sglext"') == 1
-    assert '"chunk_reused_tokens": 5' in events.partition("event: content_block_start")[0]
-
-
-def test_plain_requests_get_nothing(service, seen):
-    for route, body in (
-        (CHAT, chat(("user", "a"))),
-        (MESSAGES, messages(text("a"))),
-        (COMPLETIONS, {"model": "m", "prompt": "a", "max_tokens": 3}),
-        ("/generate", {"text": "a", "sampling_params": {"max_new_tokens": 3}}),
-    ):
-        response = sent(service, seen, route, body)
-        assert not [name for name in response.headers if name.startswith("x-chunk-cache")]
-        assert "chunk_" not in response.text
 
 
 # Bad marks: a 400 that names the place.

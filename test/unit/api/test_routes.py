@@ -27,12 +27,6 @@ def params(options: Any, **more: Any) -> dict[str, Any]:
     return {"max_new_tokens": 3, "custom_params": {"chunk_cache": options}, **more}
 
 
-@pytest.fixture
-def seen(service):
-    service.scheduler.seen.clear()
-    return service.scheduler.seen
-
-
 def chunk_texts(service, request) -> list[str]:
     ids = list(request.input_ids)
     return [service.manager.tokenizer.decode(ids[start:end]).strip() for start, end in loads(carried(request)).spans]
