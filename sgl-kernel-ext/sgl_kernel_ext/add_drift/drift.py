@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 import torch
 
@@ -53,6 +54,18 @@ class Drift:
         is_peer = (at >= first) & (at < end)
         of_all = is_peer * (self.prior / (end - first))
         return ((is_of + of_all) / (is_of.sum(1, keepdim=True) + self.prior)).mul_(self.strength)
+
+    @cached_property
+    def parts(self) -> list[tuple[slice, torch.Tensor]]:
+        """Tokens `[N]` in parts, with the chunk of each token of a part, or of all (`[1]`).
+
+        On a CPU a part is of one chunk, so that what is added to it fits into the processor's cache; a GPU, which would
+        be waited for, has one part.
+        """
+        if self.chunk.device.type != "cpu":
+            return [(slice(None), self.chunk)]
+        bounds = [0, *((self.chunk.diff() != 0).nonzero()[:, 0] + 1).tolist(), len(self.chunk)]
+        return [(slice(a, b), self.chunk[a : a + 1]) for a, b in pairwise(bounds)]
 
     @cached_property
     def run(self) -> slice | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from sgl_kernel_ext.add_drift.drift import Drift
@@ -27,28 +29,31 @@ def add_drift_torch(
         change_k = _turned(change_k, drift.back.table(spec), spec)
     # A product and not a sum by index, whose order a GPU does not promise.
     mean_k, mean_v = (
-        (drift.weights @ change.flatten(1)).unflatten(1, change.shape[1:])[drift.chunk]
-        for change in (change_k, change_v)
+        (drift.weights @ change.flatten(1)).unflatten(1, change.shape[1:]) for change in (change_k, change_v)
     )
-    if spec is not None:
-        mean_k = _turned(mean_k, drift.there.table(spec), spec)
-    _add(k_buffer, drift, mean_k, k_scale)
-    _add(v_buffer, drift, mean_v, v_scale)
+    for tokens, chunk in drift.parts:
+        part_k = mean_k[chunk]
+        if spec is not None:
+            part_k = _turned(part_k, [part[tokens] for part in drift.there.table(spec)], spec)
+        _add(k_buffer, drift, tokens, part_k, k_scale)
+        _add(v_buffer, drift, tokens, mean_v[chunk], v_scale)
 
 
-def _turned(keys: torch.Tensor, table: tuple[torch.Tensor, torch.Tensor], spec: RotarySpec) -> torch.Tensor:
-    turned = torch.empty_like(keys)
+def _turned(keys: torch.Tensor, table: Sequence[torch.Tensor], spec: RotarySpec) -> torch.Tensor:
+    """Keys `[n or 1, ...]` turned by a table of n angles."""
+    turned = keys.new_empty(len(table[0]), *keys.shape[1:])
     rotate(keys, turned, *(part[:, None] for part in table), spec)
     return turned
 
 
-def _add(buffer: torch.Tensor, drift: Drift, change: torch.Tensor, scale: float) -> None:
+def _add(buffer: torch.Tensor, drift: Drift, tokens: slice, change: torch.Tensor, scale: float) -> None:
     run = drift.run if buffer.device.type == "cpu" else None
     if run is not None and buffer.dtype == torch.float32:
-        buffer[run].add_(change, alpha=1.0 / scale)
+        buffer[run][tokens].add_(change, alpha=1.0 / scale)
         return
-    found = buffer[drift.slots].float().add_(change, alpha=1.0 / scale)
-    raw(buffer)[drift.slots] = raw(rounded(found, buffer.dtype))
+    slots = drift.slots[tokens]
+    found = buffer[slots].float().add_(change, alpha=1.0 / scale)
+    raw(buffer)[slots] = raw(rounded(found, buffer.dtype))
 
 
 def add_drift_reference(
