@@ -39,6 +39,7 @@ SYSTEMS = (
     System("epic, ratio 0.15", {"method": "epic", "ratio": 0.15}, 4.5),
     System("near, ratio 0.15", {"method": "near", "ratio": 0.15}, 4.5),
     System("near-words, ratio 0.15", {"method": "near-words", "ratio": 0.15}, 4.5),
+    System("near-words, ratio 0.15, drift 0.5", {"method": "near-words", "ratio": 0.15, "options": {"drift": 0.5}}),
     System("question-drift, ratio 0.15", {"method": "question-drift", "ratio": 0.15}),
     System("epic, ratio 1.0", {"method": "epic", "ratio": 1.0}),
 )

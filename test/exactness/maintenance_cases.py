@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from chunk_cache.index.refresh import Origin
-from chunk_cache.index.variant import NodeHome
+from chunk_cache.index.variant import NodeHome, shown_id
 from chunk_cache.keys import Partition, chunk_key
 from exactness.cases import Prompt, Session
 from local_scheduler import Reply
@@ -47,7 +47,7 @@ def case_promotion(s: Session) -> dict[str, Any]:
         "homes": [home is NodeHome for home in homes],
         "replies": replies,
         "left_of_path": [s.local.cache.chunks.store.resolve(v) for chunk in cold for v in variants_of(s, chunk)],
-        "variant": variant.variant_id,
+        "variant": shown_id(variant.variant_id),
     }
 
 

@@ -336,6 +336,11 @@ KILLERS: dict[str, tuple[dict[str, Any], str]] = {
         {"sampling_params": {"min_new_tokens": 1, "stop_token_ids": [512]}},
         "sampling_params.stop_token_ids: ",
     ),
+    "more best tokens than 32 bits hold": ({"sampling_params": {"top_k": 2**31}}, "sampling_params.top_k: 2147483648 "),
+    "hidden states as a list": ({"return_hidden_states": []}, "return_hidden_states: a list for one prompt"),
+    "embeddings as a list": ({"positional_embed_overrides": []}, "positional_embed_overrides: [] is no"),
+    "an adapter's id": ({"lora_id": []}, "lora_id: only the server sets it"),
+    "a label of metrics": ({"custom_labels": {"a": "b"}}, "custom_labels.a: the server has no such label"),
 }
 """What ends a stock server, or did."""
 

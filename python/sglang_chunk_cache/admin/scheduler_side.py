@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from sglang.srt.managers.io_struct import BaseReq, hook_custom_types
 
 from chunk_cache.index.pins import MAX_PINNED_SHARE, Pins, variants_of
-from chunk_cache.index.variant import NodeHome, PathTokens, Variant
+from chunk_cache.index.variant import NodeHome, PathTokens, Variant, shown_id
 from chunk_cache.keys import chunks_among
 from sglang_chunk_cache.admin.journal import Journal
 
@@ -217,7 +217,7 @@ class ChunkAdmin:
         is_path = isinstance(variant.holder, PathTokens)
         stored_tokens = self.store.resolve(variant)
         return {
-            "id": variant.variant_id,
+            "id": shown_id(variant.variant_id),
             "key": variant.key.hex(),
             "chunk_id": self.journal.chunk_id(variant.key),
             "length": variant.length,

@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 from sglang.srt.managers.embed_types import PositionalEmbeds
 from sglang.srt.managers.io_struct import SessionParams
+from sglang.srt.runtime_context import get_observability
 from sglang.srt.utils.msgpack_utils import dec_hook, enc_hook, ext_hook
 
 from chunk_cache.errors import one_line, request_error, show
@@ -38,6 +39,15 @@ class Names:
     num_top: str
     options: str = ""
 
+
+_ONE_FOR_ONE = ("rid", "return_hidden_states")
+"""Fields whose lists, given for one prompt, a stock server cannot use."""
+_ONE_FOR_EACH = (
+    *("return_logprob", "logprob_start_len", "top_logprobs_num", "token_ids_logprob", "return_sampling_mask"),
+    *("sampling_logprobs_mode", "lora_path", "custom_logit_processor", "video_data", "audio_data", "modalities"),
+    *("bootstrap_host", "bootstrap_port", "bootstrap_room", "bootstrap_pair_key", "decode_tp_size"),
+)
+"""Fields of which a stock server takes the i-th entry for the i-th prompt without a look at the list's length."""
 
 GENERATE_NAMES = Names("text", "input_ids", "sampling_params", "top_logprobs_num")
 COMPLETION_NAMES = Names("prompt", "prompt", "", "logprobs")
@@ -63,8 +73,8 @@ def check_parameters(obj: Any, manager: Any, names: Names) -> None:
         ChunkCacheRequestError: a stock server could not use one.
     """
     _check_numbers(obj)
+    _check_labels(obj.custom_labels)
     _check_session(obj.session_params)
-    _check_embeds(obj.positional_embed_overrides)
     _check_logprobs(obj, manager, names)
     _check_stop_ids(obj.sampling_params, manager, names)
     _check_sampling(obj.sampling_params, manager, names)
@@ -74,18 +84,31 @@ def _check_numbers(obj: Any) -> None:
     """Checks that what is given as a list, one for each prompt, has enough; and that one prompt has one id."""
     prompts = obj.text if obj.text is not None else obj.input_ids
     if isinstance(prompts, str) or (prompts and isinstance(prompts, list) and isinstance(prompts[0], int)):
-        if isinstance(obj.rid, list):
-            raise request_error("rid", "a list for one prompt that is no list", "give one string")
+        for name in _ONE_FOR_ONE:
+            if isinstance(getattr(obj, name), list):
+                raise request_error(name, "a list for one prompt that is no list", "give one value")
+        _check_embeds([obj.positional_embed_overrides])
         return
-    for name in ("return_logprob", "logprob_start_len", "top_logprobs_num", "token_ids_logprob"):
+    _check_embeds(each(obj.positional_embed_overrides))
+    for name in _ONE_FOR_EACH:
         values = getattr(obj, name)
-        if not isinstance(values, list) or (
-            name == "token_ids_logprob" and not isinstance(next(iter(values), 0), list)
-        ):
-            continue  # for all prompts
-        if len(values) < len(prompts or ()):
+        is_for_all = (
+            not isinstance(values, list)
+            or (name == "token_ids_logprob" and not isinstance(next(iter(values), 0), list))
+            or (name == "modalities" and (not values or obj.image_data))
+        )
+        if not is_for_all and len(values) < len(prompts or ()):
             problem = f"a list of {len(values)} for {len(prompts)} prompts"
             raise request_error(name, problem, "give one value for all prompts, or a list with one for each")
+
+
+def _check_labels(labels: object) -> None:
+    """Checks labels of metrics; those that the operator did not allow end a stock server that has metrics."""
+    allowed = get_observability().tokenizer_metrics_allowed_custom_labels or ()
+    for name in labels if isinstance(labels, Mapping) else ():
+        if name not in allowed:
+            remedy = "leave it out, or name it in --tokenizer-metrics-allowed-custom-labels"
+            raise request_error(f"custom_labels.{name}", "the server has no such label", remedy)
 
 
 def _check_session(session_params: object) -> None:
@@ -98,10 +121,11 @@ def _check_session(session_params: object) -> None:
             raise request_error("session_params", one_line(error), remedy) from None
 
 
-def _check_embeds(overrides: object) -> None:
+def _check_embeds(overrides: Sequence[object]) -> None:
     """Checks embeddings in the place of tokens: only the offline engine can give some, others end a stock server."""
-    if not all(one is None or isinstance(one, PositionalEmbeds) for one in each(overrides)):
-        raise request_error("positional_embed_overrides", f"{show(overrides)} is no PositionalEmbeds", "leave it out")
+    for one in overrides:
+        if one is not None and not isinstance(one, PositionalEmbeds):
+            raise request_error("positional_embed_overrides", f"{show(one)} is no PositionalEmbeds", "leave it out")
 
 
 def _check_logprobs(obj: Any, manager: Any, names: Names) -> None:
@@ -152,6 +176,8 @@ def _sampling_problem(params: Any, manager: Any) -> str | None:
         built = manager.sampling_params_class(**{**params, "custom_params": _others_params(params)})
         built.normalize(manager.tokenizer)
         built.verify(manager.model_config.vocab_size)
+        if built.top_k >= 2**31:  # it becomes a tensor of 32 bits
+            return "it must be below 2**31"
         sent = msgspec.msgpack.encode(built, enc_hook=enc_hook)
         msgspec.msgpack.decode(sent, type=type(built), dec_hook=dec_hook, ext_hook=ext_hook)
     except Exception as error:  # noqa: BLE001  (of any kind: that is what is wrong with stock)

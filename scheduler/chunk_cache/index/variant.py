@@ -11,12 +11,24 @@ A home may be gone at any time. Whoever looks a variant up asks the tree again, 
 from __future__ import annotations
 
 import hashlib
+import secrets
 from array import array
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from chunk_cache.index.chunk_statistics import ChunkStatistics
 from chunk_cache.keys import Partition
+
+_SECRET = secrets.token_bytes(16)
+
+
+def shown_id(variant_id: int) -> int:
+    """The number by which replies name a variant, below 2**48.
+
+    Ids of the index count all tenants' variants; who sees two of them knows how many others stored in between.
+    """
+    digest = hashlib.blake2b(variant_id.to_bytes(8, "big"), digest_size=6, key=_SECRET).digest()
+    return int.from_bytes(digest, "big")
 
 
 @dataclass(eq=False, slots=True)

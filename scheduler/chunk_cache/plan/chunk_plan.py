@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from chunk_cache.index.variant import shown_id
 from chunk_cache.types import REASONS, Status
 
 
@@ -36,6 +37,11 @@ class ChunkPlan:
     """What of that another system prompt costs; None where the chunk was computed behind the same."""
     ranked_by: str | None = None
     """For methods that rank by statistics of the variant: which, or ``position`` where none were taken."""
+
+    @property
+    def shown_variant(self) -> int | None:
+        """The variant as replies name it."""
+        return None if self.variant_id is None else shown_id(self.variant_id)
 
     def __post_init__(self) -> None:
         assert self.reason is None or self.reason in REASONS, f"unknown reason {self.reason!r}"

@@ -125,7 +125,7 @@ class RecomputePlan:
             "reason": chunk.reason,
         }
         if chunk.num_reused:
-            reply |= {"variant": chunk.variant_id, "cfo": chunk.cfo}
+            reply |= {"variant": chunk.shown_variant, "cfo": chunk.cfo}
             if chunk.other_system is not None:
                 reply["other_system"] = chunk.other_system
             reply["kind"] = chunk.kind
@@ -176,13 +176,14 @@ class RecomputePlan:
         ]
         if self.chunks:
             lines.append(
-                "   start      end  status   reason            variant  gen    CFO  source offset  brought in    shift"
+                "   start      end  status   reason                   variant"
+                "  gen    CFO  source offset  brought in    shift"
             )
         for c in self.chunks:
             line = f"{c.start:>8} {c.end:>8}  {c.status.value:<8} {c.reason or '-':<16}"
             if c.status is Status.HIT:
                 cfo = "-" if c.cfo is None else f"{c.cfo:.3f}"
-                line += f" {c.variant_id!s:>8} {c.generation!s:>4} {cfo:>6}"
+                line += f" {c.shown_variant!s:>15} {c.generation!s:>4} {cfo:>6}"
                 line += f" {c.src_offset:>14} {c.num_reused:>11} {c.shift:>+8}"
             lines.append(line)
         return "\n".join(line.rstrip() for line in lines)

@@ -126,6 +126,9 @@ def _read_completion(body: dict[str, Any], marked: MarkedBody, flags: MarkFlags)
 
 
 def _read_chat(body: dict[str, Any], marked: MarkedBody, flags: MarkFlags) -> None:
+    form = body.get("response_format")
+    if form is not None and not isinstance(form, Mapping):  # a 500 of a stock server
+        raise request_error("response_format", f"{show(form)} is not an object", 'give one such as {"type": "text"}')
     marked.asked = _asked(body, flags)
     marked.documents, blank = read_documents(body.get("documents"), "documents", flags.separator)
     _name_unused(marked, (*marked.asked.blank, *blank), _BLANK)
@@ -351,6 +354,8 @@ def _make_search_result(block: dict[str, Any], path: str) -> None:
     if len(texts) < len(parts):
         raise request_error(f"{path}.source.{key}", "the document is not of text", "give it text, or leave it out")
     context = block.pop("context", None)
+    if context is not None and not isinstance(context, str):
+        raise request_error(f"{path}.context", f"{show(context)} is no text", "give a string, or leave it out")
     block["type"] = "search_result"
     block["content"] = [{"type": "text", "text": text} for text in ([context] if context else []) + texts]
 

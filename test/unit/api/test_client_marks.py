@@ -641,6 +641,11 @@ USER = ("user", "Who?")
         ),
         (
             MESSAGES,
+            messages({"type": "document", "context": 5, "source": {"type": "text", "data": "ab"}}, text("a")),
+            "messages[0].content[0].context: 5 is no text",
+        ),
+        (
+            MESSAGES,
             messages({**SEARCH, "title": f"a{SEP}"}, text("a")),
             "messages[0].content[0]: the separator '<|chunk|>' stands inside of a passage",
         ),

@@ -679,7 +679,16 @@ def test_chunks_are_named_in_one_way(service, seen, chunk_ids):
         ({"text": ["a", "b"], "logprob_start_len": [0]}, "logprob_start_len: a list of 1 for 2 prompts; "),
         ({"text": None, "input_ids": [[5], [6]], "top_logprobs_num": []}, "top_logprobs_num: a list of 0 for 2 "),
         ({"text": ["a", "b"], "token_ids_logprob": [[1]]}, "token_ids_logprob: a list of 1 for 2 prompts; "),
+        ({"text": ["a", "b"], "lora_path": ["x"]}, "lora_path: a list of 1 for 2 prompts; "),
+        ({"text": ["a", "b"], "bootstrap_room": []}, "bootstrap_room: a list of 0 for 2 prompts; "),
+        ({"text": ["a", "b"], "modalities": ["image"]}, "modalities: a list of 1 for 2 prompts; "),
         ({"rid": ["a"]}, "rid: a list for one prompt that is no list; "),
+        ({"return_hidden_states": []}, "return_hidden_states: a list for one prompt that is no list; "),
+        ({"positional_embed_overrides": []}, "positional_embed_overrides: [] is no PositionalEmbeds; "),
+        ({"lora_id": "b"}, "lora_id: only the server sets it; name the adapter in lora_path"),
+        ({"lora_id": []}, "lora_id: only the server sets it; "),
+        ({"custom_labels": {"a": "b"}}, "custom_labels.a: the server has no such label; "),
+        ({"sampling_params": {"top_k": 2**31}}, "sampling_params.top_k: 2147483648 cannot be used: it must be below "),
         ({"session_params": {"name": "s"}}, "session_params: "),
     ],
     ids=str,
@@ -688,6 +697,14 @@ def test_what_is_a_500_of_stock(service, seen, body, message, stream):
     response = service.post("/generate", {"text": "a", **body, "return_logprob": True, **body, "stream": stream})
     assert response.status_code == 400, response.text
     assert message in response.text
+    assert not seen
+
+
+@pytest.mark.parametrize("form", [True, "x", [1], 5, 1.5])
+def test_a_response_format_that_is_no_object(service, seen, form):
+    response = service.post("/v1/chat/completions", {**chat(("user", "a")), "response_format": form})
+    assert response.status_code == 400, response.text
+    assert "response_format: " in response.text
     assert not seen
 
 

@@ -7,6 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from chunk_cache.errors import ChunkCacheRequestError
+from chunk_cache.index.variant import shown_id
 from chunk_cache.token_kinds import COLOURS, Kind
 from chunk_cache_tools.explain.palette import colour_of, legend, num_layers_of, words_of
 from chunk_cache_tools.explain.states import TokenState, classify, differing, explain
@@ -162,7 +163,7 @@ def test_chunk_words_tell_what_the_methods_agree_on(explanations):
     assert chunk_words(explanations, 0) == "prefix"
     assert chunk_words(explanations, 1) == "miss (not_stored)"
     shift = explanations[0].spans[2][0] - 3
-    assert chunk_words(explanations, 2) == f"hit, shift +{shift}, variant 7 of generation 0"
+    assert chunk_words(explanations, 2) == f"hit, shift +{shift}, variant {shown_id(7)} of generation 0"
 
 
 def test_methods_without_statistics_are_named(make_reply):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from chunk_cache.index.lookup import Lookup
+from chunk_cache.index.variant import shown_id
 from chunk_cache.methods import Options
 from chunk_cache.plan.chunk_plan import ChunkPlan
 from chunk_cache.plan.planning import replan_without_load
@@ -195,7 +196,7 @@ def test_reply_is_plain_json_and_explain_only_adds() -> None:
     assert json.loads(json.dumps(reply)) == reply
     assert json.loads(json.dumps(explained)) == explained
     assert reply["chunks"] == [
-        {"start": 0, "end": 40, "status": "hit", "reason": None, "variant": 7, "cfo": None, "kind": "alone"},
+        {"start": 0, "end": 40, "status": "hit", "reason": None, "variant": shown_id(7), "cfo": None, "kind": "alone"},
         {"start": 40, "end": 50, "status": "miss", "reason": "not_stored"},
     ]
     assert explained["explain"] == str(plan)
@@ -216,7 +217,7 @@ def test_plan_is_frozen_and_prints_as_a_table() -> None:
     text = str(plan)
     assert text.splitlines()[0] == "prompt 100 = prefix 0 + reused 40 + computed 60; load [0, 40)"
     assert text.splitlines()[1] == "rows 66; recomputed 6, computed 60; method epic, ratio 0.15, fallback -"
-    assert text.splitlines()[3].split() == ["0", "40", "hit", "-", "7", "0", "-", "0", "40", "-3"]
+    assert text.splitlines()[3].split() == ["0", "40", "hit", "-", str(shown_id(7)), "0", "-", "0", "40", "-3"]
     assert text.splitlines()[4].split() == ["40", "50", "miss", "not_stored"]
     assert len({len(line) for line in text.splitlines()[2:4]}) == 1
 
