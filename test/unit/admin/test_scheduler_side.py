@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from chunk_cache.index.quota import Shares
-from chunk_cache.index.variant import NodeHome, PathHome, PathTokens, Variant, variant_name
+from chunk_cache.index.variant import NodeHome, PathHome, PathTokens, Variant, shown_id, variant_name
 from chunk_cache.keys import DEFAULT_PARTITION, Partition
 from chunk_cache.manager import ChunkManager
 from chunk_cache.options.config import Config
@@ -132,7 +132,8 @@ def test_passages_are_shown_as_far_as_the_operator_lets_them(num_shown):
 def test_pages_are_by_id(admin):
     def ids(**fields: Any) -> tuple[int, list[int]]:
         result = json.loads(json.dumps(admin.answer(messages.ChunkCacheVariantsReq(**fields))))
-        return result["total"], [variant["id"] for variant in result["variants"]]
+        numbers = [shown_id(i) for i in range(3)]
+        return result["total"], [numbers.index(variant["id"]) for variant in result["variants"]]
 
     admin.index.touch(admin.index.get(0))
     assert ids() == (3, [0, 1, 2])
@@ -185,7 +186,7 @@ def test_a_variant_is_described(admin):
     admin.journal.chunk_id = {key(1): "Paris"}.get
     first, _, third = admin.answer(messages.ChunkCacheVariantsReq())["variants"]
     assert first == {
-        "id": 0,
+        "id": shown_id(0),
         "key": key(1).hex(),
         "chunk_id": "Paris",
         "length": 10,
