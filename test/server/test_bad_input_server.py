@@ -340,7 +340,6 @@ KILLERS: dict[str, tuple[dict[str, Any], str]] = {
     "hidden states as a list": ({"return_hidden_states": []}, "return_hidden_states: a list for one prompt"),
     "embeddings as a list": ({"positional_embed_overrides": []}, "positional_embed_overrides: [] is no"),
     "an adapter's id": ({"lora_id": []}, "lora_id: only the server sets it"),
-    "a label of metrics": ({"custom_labels": {"a": "b"}}, "custom_labels.a: the server has no such label"),
 }
 """What ends a stock server, or did."""
 

@@ -84,6 +84,15 @@ def test_numbers_of_variants_do_not_count(server: Server):
     assert min(abs(a - b) for a, b in combinations(numbers, 2)) > 1000
 
 
+def test_a_label_that_nobody_allowed(server: Server):
+    """It ends a stock server with metrics."""
+    request = {"input_ids": [11, 12, 13], "sampling_params": {"max_new_tokens": 1}}
+    refused = server.post("/generate", {**request, "custom_labels": {"a": "b"}}, check=False)
+    assert refused.status_code == 400
+    assert "custom_labels.a: " in refused.text
+    assert server.post("/generate", request).status_code == 200
+
+
 def test_the_same_tenant_is_told(server: Server):
     """The comparison would see it."""
     stored = passages()

@@ -104,8 +104,9 @@ def _check_numbers(obj: Any) -> None:
 
 def _check_labels(labels: object) -> None:
     """Checks labels of metrics; those that the operator did not allow end a stock server that has metrics."""
-    allowed = get_observability().tokenizer_metrics_allowed_custom_labels or ()
-    for name in labels if isinstance(labels, Mapping) else ():
+    flags = get_observability()
+    allowed = flags.tokenizer_metrics_allowed_custom_labels or ()
+    for name in labels if flags.enable_metrics and isinstance(labels, Mapping) else ():
         if name not in allowed:
             remedy = "leave it out, or name it in --tokenizer-metrics-allowed-custom-labels"
             raise request_error(f"custom_labels.{name}", "the server has no such label", remedy)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from chunk_cache.options.request_options import MAX_CHUNKS, loads
+from sglang_chunk_cache.api import stock_checks
 from sglang_chunk_cache.flags.server_args import ChunkCacheArgs, attach, attached
 
 SEP = "<|chunk|>"
@@ -687,7 +689,6 @@ def test_chunks_are_named_in_one_way(service, seen, chunk_ids):
         ({"positional_embed_overrides": []}, "positional_embed_overrides: [] is no PositionalEmbeds; "),
         ({"lora_id": "b"}, "lora_id: only the server sets it; name the adapter in lora_path"),
         ({"lora_id": []}, "lora_id: only the server sets it; "),
-        ({"custom_labels": {"a": "b"}}, "custom_labels.a: the server has no such label; "),
         ({"sampling_params": {"top_k": 2**31}}, "sampling_params.top_k: 2147483648 cannot be used: it must be below "),
         ({"session_params": {"name": "s"}}, "session_params: "),
     ],
@@ -698,6 +699,16 @@ def test_what_is_a_500_of_stock(service, seen, body, message, stream):
     assert response.status_code == 400, response.text
     assert message in response.text
     assert not seen
+
+
+@pytest.mark.parametrize(("has_metrics", "status"), [(True, 400), (False, 200)])
+def test_labels_of_metrics_that_nobody_allowed(service, seen, monkeypatch, has_metrics, status):
+    flags = SimpleNamespace(enable_metrics=has_metrics, tokenizer_metrics_allowed_custom_labels=["team"])
+    monkeypatch.setattr(stock_checks, "get_observability", lambda: flags)
+    assert service.post("/generate", {"text": "a", "custom_labels": {"team": "b"}}).status_code == 200
+    response = service.post("/generate", {"text": "a", "custom_labels": {"a": "b"}})
+    assert response.status_code == status, response.text
+    assert ("custom_labels.a: the server has no such label; " in response.text) == has_metrics
 
 
 @pytest.mark.parametrize("form", [True, "x", [1], 5, 1.5])
