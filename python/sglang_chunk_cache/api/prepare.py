@@ -188,9 +188,6 @@ def prepare(
     """
     if getattr(obj, _PREPARED, False):
         return
-    if obj.lora_id is not None:
-        # SGLang joins it to `extra_key`, so it could name another tenant's partition.
-        raise request_error("lora_id", "only the server sets it", "name the adapter in lora_path")
     items = _parse_items(obj.text, obj.input_ids, obj.sampling_params, args, names, tags or Marks())
     for item in items:
         if item.ids is not None:

@@ -70,9 +70,11 @@ def check_parameters(obj: Any, manager: Any, names: Names) -> None:
     """Checks the parameters of a `GenerateReqInput`.
 
     Raises:
-        ChunkCacheRequestError: a stock server could not use one.
+        ChunkCacheRequestError: a stock server could not use one, or it is none that a client may give.
     """
-    _check_numbers(obj)
+    _check_adapter(obj.lora_id)
+    _check_lists(obj)
+    _check_embeds(obj)
     _check_labels(obj.custom_labels)
     _check_session(obj.session_params)
     _check_logprobs(obj, manager, names)
@@ -80,16 +82,30 @@ def check_parameters(obj: Any, manager: Any, names: Names) -> None:
     _check_sampling(obj.sampling_params, manager, names)
 
 
-def _check_numbers(obj: Any) -> None:
-    """Checks that what is given as a list, one for each prompt, has enough; and that one prompt has one id."""
-    prompts = obj.text if obj.text is not None else obj.input_ids
-    if isinstance(prompts, str) or (prompts and isinstance(prompts, list) and isinstance(prompts[0], int)):
+def _prompts_of(obj: Any) -> Any:
+    return obj.text if obj.text is not None else obj.input_ids
+
+
+def _is_one_prompt(obj: Any) -> bool:
+    """Whether it has a prompt that is no list of prompts; not where only embeddings are given."""
+    prompts = _prompts_of(obj)
+    return isinstance(prompts, str) or bool(prompts and isinstance(prompts, list) and isinstance(prompts[0], int))
+
+
+def _check_adapter(lora_id: object) -> None:
+    """Checks that no client names an adapter's id: SGLang joins it to `extra_key`, where it could name a tenant."""
+    if lora_id is not None:
+        raise request_error("lora_id", "only the server sets it", "name the adapter in lora_path")
+
+
+def _check_lists(obj: Any) -> None:
+    """Checks that one prompt has no lists of values, and that lists for several prompts are long enough."""
+    if _is_one_prompt(obj):
         for name in _ONE_FOR_ONE:
             if isinstance(getattr(obj, name), list):
                 raise request_error(name, "a list for one prompt that is no list", "give one value")
-        _check_embeds([obj.positional_embed_overrides])
         return
-    _check_embeds(each(obj.positional_embed_overrides))
+    prompts = _prompts_of(obj)
     for name in _ONE_FOR_EACH:
         values = getattr(obj, name)
         is_for_all = (
@@ -122,9 +138,10 @@ def _check_session(session_params: object) -> None:
             raise request_error("session_params", one_line(error), remedy) from None
 
 
-def _check_embeds(overrides: Sequence[object]) -> None:
+def _check_embeds(obj: Any) -> None:
     """Checks embeddings in the place of tokens: only the offline engine can give some, others end a stock server."""
-    for one in overrides:
+    overrides = obj.positional_embed_overrides
+    for one in [overrides] if _is_one_prompt(obj) else each(overrides):
         if one is not None and not isinstance(one, PositionalEmbeds):
             raise request_error("positional_embed_overrides", f"{show(one)} is no PositionalEmbeds", "leave it out")
 
