@@ -173,6 +173,7 @@ def pretend(gpu: Gpu) -> None:
     for value in vars(common).values():
         if hasattr(value, "cache_clear"):
             value.cache_clear()
+    sys.modules.pop("flashinfer", None)  # which the platform of the machine without a GPU has shut out
     before, now = platforms.current_platform, platforms.CudaSRTPlatform()
     platforms._current_platform = now
     for module in [module for name, module in sys.modules.items() if name.startswith("sglang.")]:

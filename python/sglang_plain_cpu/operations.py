@@ -93,6 +93,7 @@ def _without_pin(create: Callable[..., torch.Tensor]) -> Callable[..., torch.Ten
 
 
 TORCH_WITHOUT_PINS = _TorchWithoutPins()
+NO_MODULE = None  # in the place of a module: its import fails
 
 
 def never() -> bool:

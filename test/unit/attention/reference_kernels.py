@@ -321,6 +321,7 @@ def backends_on_the_cpu() -> types.SimpleNamespace:
         sys.modules[name] = types.ModuleType(name)
         vars(sys.modules[name]).update(members)
     sglang.srt.utils.is_flashinfer_available = lambda: True
+    sys.modules.pop("flashinfer", None)  # our CPU platform shuts it out
     from sglang.srt.layers.attention import flashattention_backend, flashinfer_backend, trtllm_mha_backend
 
     flashattention_backend.get_device_capability = lambda: (9, 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -40,6 +41,7 @@ def choose(monkeypatch):
             ]  # fmt: skip
 
         monkeypatch.setattr(kernels, "check_kernels", check)
+        monkeypatch.delitem(sys.modules, "flashinfer", raising=False)  # our CPU platform shuts it out
         monkeypatch.setattr(kernels.flashinfer, "variant", lambda: variant)
         runner = SimpleNamespace(device="cuda", dtype=torch.bfloat16, prefill_attention_backend_str=backend)
         pool = SimpleNamespace(dtype=kv_dtype)
