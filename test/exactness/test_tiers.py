@@ -19,9 +19,9 @@ STATES = ["states", "states_without_room"]
 TOLERANCE = 1e-5
 
 
-def outcomes(folder: Path, names: list[str], *, page_size: int, loading: str) -> dict[str, Any]:
+def outcomes(folder: Path, names: list[str], *, page_size: int, loading: str, **options: Any) -> dict[str, Any]:
     tiers = {"disk": {"path": str(folder)}, "loading": loading, "controller": False}
-    config = Config(page_size=page_size, options=(("tiers", tiers),))
+    config = Config(page_size=page_size, options=(("tiers", tiers), *options.items()))
     return run_cases(config, is_ours=True, names=names, module="exactness.tier_cases")
 
 
@@ -165,3 +165,12 @@ def test_nothing_of_other_weights_is_used_or_written(layerwise: dict[str, Any]) 
     assert [chunk["status"] for chunk in reply.info["chunks"]] == ["miss"] * 3
     same(reply, off)
     assert found["written"] == 0
+
+
+def test_a_stricter_server_reads_nothing_that_one_without_its_rule_has_written(tmp_path: Path) -> None:
+    """Its clients could prepare passages behind texts of their own."""
+    name, found = "what_another_server_stored", []
+    for options in ({}, {"system_prompts": "same"}, {"system_prompts": "same"}):
+        (reply,) = checked(outcomes(tmp_path, [name], page_size=1, loading="prefetch", **options)[name])
+        found.append(reply.info["chunks"][0]["status"])
+    assert found == ["miss", "miss", "hit"]

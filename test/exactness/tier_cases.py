@@ -63,6 +63,13 @@ def case_pages(s: Session) -> dict[str, list[Reply]]:
     return found
 
 
+def case_what_another_server_stored(s: Session) -> list[Reply]:
+    """The first reply of a server whose folder may hold the chunk already."""
+    replies = s.send(s.prompt(s.chunks(40), question=20), max_new_tokens=1)
+    only_on_disk(s)
+    return replies
+
+
 def case_a_chunk_whose_last_page_is_not_stored(s: Session) -> dict[str, Any]:
     """Its prompt ends within the page behind it: what the pool has in part is not written down."""
     (chunk,) = s.chunks(37)

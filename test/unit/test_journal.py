@@ -96,6 +96,8 @@ def test_a_request_is_told_with_its_reply_and_its_keys(journal: Journal) -> None
     )
     assert one["chunks"][0]["key"] == KEY.hex()
     assert one["chunks"][0]["id"] == "a" * MAX_ID_LEN
+    note(journal, "r" * 1000, plan_of(), saved_s=0.5)
+    assert journal.contents()["requests"][0]["id"] == "r" * MAX_ID_LEN
 
 
 def test_sums_of_minutes_are_those_of_their_requests(journal: Journal, clock: Clock) -> None:

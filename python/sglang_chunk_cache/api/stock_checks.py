@@ -129,13 +129,19 @@ def _check_labels(labels: object) -> None:
 
 
 def _check_session(session_params: object) -> None:
-    """Checks the names of the fields of a turn of a session; stock SGLang fails on others."""
+    """Checks names and types of the fields of a turn of a session: others end a stock server, or are its 500."""
     if isinstance(session_params, Mapping) and session_params:
         try:
             SessionParams(**session_params)
         except TypeError as error:
             remedy = f"known fields: {', '.join(SessionParams.__struct_fields__)}"
             raise request_error("session_params", one_line(error), remedy) from None
+        for field in msgspec.structs.fields(SessionParams):
+            try:
+                msgspec.convert(session_params.get(field.name, field.default), field.type)
+            except msgspec.ValidationError as error:
+                remedy = "give such a value, or leave the field out"
+                raise request_error(f"session_params.{field.name}", one_line(error), remedy) from None
 
 
 def _check_embeds(obj: Any) -> None:

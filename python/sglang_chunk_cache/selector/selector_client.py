@@ -46,7 +46,8 @@ from sglang_chunk_cache.selector.selector_messages import (
     dumps,
     loads_reply,
 )
-from sglang_chunk_cache.telemetry.selector_metrics import SelectorMetrics
+from sglang_chunk_cache.telemetry.meters import Meters
+from sglang_chunk_cache.telemetry.selector_metrics import SELECTOR_METERS
 
 logger = logging.getLogger(__name__)
 
@@ -114,7 +115,7 @@ class SelectorClient:
         trust_remote_code: bool = False,
         revision: str | None = None,
         answer: Callable[[str, SelectorAnswer], None],
-        metrics: SelectorMetrics | None = None,
+        metrics: Meters | None = None,
     ) -> None:
         self._config = config
         self._settings = Settings(
@@ -128,7 +129,7 @@ class SelectorClient:
             replies="",
         )
         self._answer = answer
-        self._metrics = metrics or SelectorMetrics(enabled=False)
+        self._metrics = metrics or Meters(SELECTOR_METERS, enabled=False)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._numbers = itertools.count()
         self._asked: dict[int, _Asked] = {}
@@ -177,6 +178,8 @@ class SelectorClient:
             opts: its options, with at least one chunk.
             token_ids: the whole prompt.
         """
+        for stale in [number for number, asked in self._asked.items() if asked.rid == rid]:
+            del self._asked[stale]  # of a request that is gone, whose id is used again
         number = next(self._numbers)
         lens = tuple(end - start for start, end in opts.spans)
         self._asked[number] = _Asked(rid, time.monotonic(), lens)
@@ -261,7 +264,7 @@ class SelectorClient:
             pause_s,
             len(self._asked),
         )
-        self._metrics.count_restart()
+        self._metrics.add("restarts")
         process.end()
         for number in list(self._asked):
             self._settle(number, None, "selector_unavailable")
@@ -291,7 +294,8 @@ class SelectorClient:
                 found, reason = None, "selector_failed"
         assert found is not None or reason in REASONS, f"{reason!r} from the selector's process"
         seconds = time.monotonic() - asked.began
-        self._metrics.count_answer(reason, seconds)
+        self._metrics.add("answers", reason or "none")
+        self._metrics.add("seconds", num=seconds)
         self._answer(asked.rid, SelectorAnswer(found, reason, seconds))
 
     def _spawn(self) -> _Process:

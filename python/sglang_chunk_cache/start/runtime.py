@@ -43,6 +43,7 @@ from sglang_chunk_cache.kv.ranks import ReduceMax, max_over_ranks, of_one_rank, 
 from sglang_chunk_cache.kv.state_layers import StateLayers, find_state_layers
 from sglang_chunk_cache.kv.store import VariantStore
 from sglang_chunk_cache.kv.stored_variant import TierError
+from sglang_chunk_cache.request.chunk_request import ChunkRequest
 from sglang_chunk_cache.request.reply import whole_reason
 from sglang_chunk_cache.start.model_refusals import REUSES_IMAGES
 from sglang_chunk_cache.start.pool_check import check_pool, check_scales
@@ -50,14 +51,15 @@ from sglang_chunk_cache.start.window_check import check_windows
 from sglang_chunk_cache.telemetry.chunk_metrics import ChunkMetrics
 from sglang_chunk_cache.telemetry.event_publisher import EventPublisher
 from sglang_chunk_cache.telemetry.gate_metrics import GateMetrics
-from sglang_chunk_cache.tiers.manager import ChunkTiers, create_tiers
+from sglang_chunk_cache.telemetry.tier_metrics import TierMetrics
+from sglang_chunk_cache.tiers.manager import ChunkTiers
+from sglang_chunk_cache.tiers.registry import open_tiers
 from sglang_chunk_cache.verification.gate import Gate
 from sglang_chunk_cache.verification.state_file import StateFile
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.registry import TreeCacheBuildContext
 
-    from sglang_chunk_cache.request.chunk_request import ChunkRequest
 
 logger = logging.getLogger(__name__)
 
@@ -123,9 +125,9 @@ class ChunkRuntime:
         saved_s = self.clock.cost.saved_s(plan.num_saved, plan.prompt_len)
         self.journal.note(rid, partition_name(state.prompt.partition), state, state.reported, saved_s)
         if saved_s is not None:
-            self.metrics.observe_saved(saved_s)
+            self.metrics.observe("saved", saved_s)
         if (reason := whole_reason(state, has_ended=True)) is not None:
-            self.metrics.count_not_packed(reason)
+            self.metrics.add("not_packed", reason)
 
     def forget_weights(self) -> None:
         """The model has other weights: no chunk and no measure of the old ones is used from now on.
@@ -157,9 +159,9 @@ class ChunkRuntime:
         """
         self.manager.check_integrity()
         self.store.check_integrity(self.manager.index)
-        self.admin.check_integrity()
+        self.admin.pins.check_integrity()
         if self.gate is not None:
-            self.gate.check_integrity()
+            self.gate.queue.check_integrity()
 
 
 def runtime_of(tree_cache: Any) -> ChunkRuntime | None:
@@ -227,21 +229,22 @@ def create_runtime(cache: Any, args: ChunkCacheArgs, ctx: TreeCacheBuildContext)
         try:
             layout = None if states is None else states.layout
             fingerprint = assembler.fingerprint(ctx.server_args, rank, num_ranks, layout)
-            if config.trust != "any":  # a server that trusts everybody may have written to the same place
-                fingerprint = replace(fingerprint, settings=(*fingerprint.settings, ("trust", config.trust)))
-            tiers = create_tiers(
-                config,
-                fingerprint,
+            for name in ("trust", "system_prompts"):
+                if (value := getattr(config, name)) != "any":  # a server that says "any" may write to the same place
+                    fingerprint = replace(fingerprint, settings=(*fingerprint.settings, (name, value)))
+            tiers = ChunkTiers(
+                config.tiers,
+                open_tiers(config, fingerprint),
                 pool=pool,
+                metrics=TierMetrics(enabled=is_counting),
+                fingerprint=fingerprint,
                 # A question's forward reads all that comes in before any of it is computed again.
                 ratio=0.0 if METHODS[args.method].stage is Stage.QUESTION else args.ratio,
                 reduce_max=reduce_max,
                 prefill_cost=clock.cost,
-                is_counting=is_counting,
             )
         except (TierError, ImportError, ValueError) as error:
             refuse(f"--chunk-cache-config: tiers: {error}")
-        assert tiers is not None
         atexit.register(tiers.close)
         if store.transitions is not None:
             store.transitions.note_leaving = partial(_save, manager, tiers)

@@ -16,7 +16,7 @@ Promises: every match is verified token by token; prompts of another partition a
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left, bisect_right, insort_left
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -40,6 +40,8 @@ TRIM = 8
 """Tokens at either end of equal ones that do not count as the passage's."""
 MAX_TOKENS = 16_000_000
 """4 bytes each, and about as much again for what finds them."""
+MAX_PEERS = 64
+"""Known passages that begin alike; of more the shortest go, of these the oldest."""
 MAX_CHECKS = 512
 """Known chunks that are compared with one prompt; a prompt of one token over and over meets many."""
 
@@ -190,8 +192,9 @@ class Discoverer:
         self._known[key] = one
         self._known_len += len(tokens)
         peers = self._by_value.setdefault(one.value, [])
-        peers.append(one)
-        peers.sort(key=lambda peer: -len(peer.tokens))  # the longest that is there counts
+        insort_left(peers, one, key=lambda peer: -len(peer.tokens))  # the longest that is there counts
+        if len(peers) > MAX_PEERS:
+            self._drop(self._known.pop(peers[-1].key))
         while self._known_len > self._max_len:
             self._drop(self._known.popitem(last=False)[1])
 

@@ -14,7 +14,7 @@ Passages without visible text are left out, and named too.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -255,9 +255,14 @@ def _mark(paths: list[str], parts: list[_Part], marked: MarkedBody, flags: MarkF
         elif part.mark:
             marked.marks.unused[part.mark] = reason
     holders = {part.mark.rpartition(".")[0] for part in parts if part.mark}
-    passages = tuple(f"{part.path}." for part in parts if part.is_passage)
-    others = [path for path in paths if path.rpartition(".")[0] not in holders and not path.startswith(passages)]
+    passages = {part.path for part in parts if part.is_passage}
+    others = [path for path in paths if path.rpartition(".")[0] not in holders and not _lies_in(path, passages)]
     _name_unused(marked, others, _NO_TEXT if takes_marks else _OFF)
+
+
+def _lies_in(path: str, holders: Collection[str]) -> bool:
+    """Whether one of the objects that the path goes through is among the holders."""
+    return any(path[: dot.start()] in holders for dot in re.finditer(r"\.", path))
 
 
 def _name_unused(marked: MarkedBody, paths: Iterable[str], reason: str) -> None:

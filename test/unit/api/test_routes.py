@@ -691,6 +691,10 @@ def test_chunks_are_named_in_one_way(service, seen, chunk_ids):
         ({"lora_id": []}, "lora_id: only the server sets it; "),
         ({"sampling_params": {"top_k": 2**31}}, "sampling_params.top_k: 2147483648 cannot be used: it must be below "),
         ({"session_params": {"name": "s"}}, "session_params: "),
+        ({"session_params": {"id": ["s"]}}, "session_params.id: "),
+        ({"session_params": {"id": "s", "rid": {}}}, "session_params.rid: "),
+        ({"session_params": {"id": "s", "offset": 1.5}}, "session_params.offset: "),
+        ({"session_params": {"id": "s", "replace": "x"}}, "session_params.replace: "),
     ],
     ids=str,
 )

@@ -13,7 +13,7 @@ import pytest
 
 from chunk_cache.keys import Partition
 from chunk_cache.prompt import discover as module
-from chunk_cache.prompt.discover import MIN_LEN, TRIM, Discoverer
+from chunk_cache.prompt.discover import MAX_PEERS, MIN_LEN, TRIM, Discoverer
 
 P, OTHER = Partition(), Partition("tenant")
 SEPARATOR = [1, 2, 3]
@@ -126,6 +126,15 @@ def test_memory_is_bounded(rng: random.Random) -> None:
         assert {past for past, _ in found._anchors.values()} <= set(found._past)
     found.note(P, array("q", text(rng, 10_001)))
     assert found.num_tokens <= 20_000, "one that is longer than all there is room for"
+
+
+def test_of_passages_that_begin_alike_the_longest_are_known(rng: random.Random) -> None:
+    found, passage = Discoverer(), text(rng, 500)
+    for length in range(100, 300):
+        found.note(P, array("q", passage[:length]))
+    assert found.num_chunks == MAX_PEERS
+    (span,) = found.find(P, prompt(rng, [passage[:299]]))
+    assert span[1] - span[0] == 299
 
 
 def test_what_is_forgotten_is_found_no_more(rng: random.Random) -> None:

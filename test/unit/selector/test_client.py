@@ -151,6 +151,19 @@ def test_answers_are_the_scores(asked: Asked, auxiliary_dir: Path, main_dir: Pat
     asked.run(test)
 
 
+def test_a_request_that_takes_the_id_of_one_that_is_gone_gets_its_own_answer_only(asked: Asked) -> None:
+    async def test() -> None:
+        await asked.scored("warm")
+        asked.ask("r")
+        again = await asked.answer("r", "What was built?")
+        other = await asked.answer("other", "What was built?")
+        assert again.rankings is not None
+        assert other.rankings is not None
+        np.testing.assert_array_equal(again.rankings[0], other.rankings[0])
+
+    asked.run(test)
+
+
 def test_a_process_that_is_killed_under_load_is_started_again(asked: Asked) -> None:
     async def test() -> None:
         await asked.scored("before")
