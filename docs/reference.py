@@ -33,7 +33,8 @@ from sglang_chunk_cache.admin.routes import ROUTES
 from sglang_chunk_cache.flags.server_args import add_flags
 from sglang_chunk_cache.telemetry.chunk_metrics import ChunkMetrics
 from sglang_chunk_cache.telemetry.gate_metrics import GateMetrics
-from sglang_chunk_cache.telemetry.selector_metrics import SelectorMetrics
+from sglang_chunk_cache.telemetry.meters import Meters
+from sglang_chunk_cache.telemetry.selector_metrics import SELECTOR_METERS
 from sglang_chunk_cache.telemetry.tier_metrics import TierMetrics
 
 EXIT_CODES = (0, 1, 2, 130)
@@ -89,7 +90,7 @@ def metrics() -> list[Any]:
     before = set(REGISTRY._collector_to_names)
     ChunkMetrics(enabled=True)
     TierMetrics(enabled=True)
-    SelectorMetrics(enabled=True)
+    Meters(SELECTOR_METERS, enabled=True)
     GateMetrics(enabled=True, model="m")
     ours = [one for one in REGISTRY._collector_to_names if one not in before]
     for one in ours:

@@ -71,7 +71,9 @@ def enable(server_args: Any, args: ChunkCacheArgs) -> None:
     refusals.prepare_flags(server_args, args.parsed_config)
     hooks.register_radix_cache()
     hooks.apply_hooks()
-    _add_admin_routes()
+    from sglang_chunk_cache.host import admin_routes  # once the flags are checked: it imports the HTTP server
+
+    admin_routes.add_routes()
 
 
 def _name_http_app() -> None:
@@ -82,14 +84,6 @@ def _name_http_app() -> None:
     if variable.is_set() and variable.get() != HTTP_APP:
         refuse("an app of your own (SGLANG_HTTP_SERVER_APP_PATH) cannot be combined with --chunk-cache; unset it.")
     variable.set(HTTP_APP)
-
-
-def _add_admin_routes() -> None:
-    from sglang_chunk_cache.host.admin_routes import (
-        add_routes,  # once the flags are checked: it imports the HTTP server
-    )
-
-    add_routes()
 
 
 def engine(

@@ -99,7 +99,11 @@ def case_stays_whole(s: Session) -> dict[str, Any]:
         (reply,) = s.local.generate([s.request(prompt, options={"keep_tokens": KEEP}, **fields)])
         return reply.info
 
-    type(chunks.metrics).count_not_packed = lambda _, reason: counted.append(reason)
+    def add(_: Any, name: str, *labels: str, num: float = 1) -> None:
+        if name == "not_packed":
+            counted.extend(labels)
+
+    type(chunks.metrics).add = add
     found = {"short": sent(max_new_tokens=1), "short_stream": sent(max_new_tokens=1, stream=True)}
     pool.allocate = lambda num_tokens: None
     found |= {"full": sent(max_new_tokens=8), "full_stream": sent(max_new_tokens=8, stream=True)}

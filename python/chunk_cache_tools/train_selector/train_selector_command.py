@@ -23,12 +23,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from chunk_cache_tools.command_line import CommandParser, exit_code, progress
-from sglang_chunk_cache.selector.alignment import share_by_overlap, tokens_of
+from sglang_chunk_cache.selector.alignment import Tokens, tokens_of
 from sglang_chunk_cache.selector.auxiliary import AuxiliaryModel, SelectorModelError
 
 TOP_SHARE = 0.2
@@ -145,6 +146,33 @@ def _example(prompt: Prompt, main: AuxiliaryModel, auxiliary: AuxiliaryModel) ->
         at += length
     joined = np.concatenate(targets)
     return Example(tuple(rows), len(own_question), torch.from_numpy(joined / max(joined.sum(), EPSILON)))
+
+
+def share_by_overlap(values: npt.NDArray[np.float32], source: Tokens, target: Tokens) -> npt.NDArray[np.float32]:
+    """Per target token the sum of what its characters get, where a source token's value is shared out over its own.
+
+    The sum of all values stays, but for characters that no target token has.
+
+    Args:
+        values: `[len(source)]`.
+
+    Returns:
+        `[len(target)]`.
+    """
+    num = int(max(source.ends.max(initial=0), target.ends.max(initial=0)))
+    lens = source.ends - source.starts
+    owner = np.repeat(np.arange(len(source)), lens)
+    at = np.arange(len(owner)) - np.repeat(np.cumsum(lens) - lens, lens) + source.starts[owner]
+    per_char = np.bincount(at, weights=(values / lens)[owner], minlength=num)
+    taken = np.bincount(_chars(target), minlength=num).clip(min=1)
+    cumulated = np.concatenate([[0.0], np.cumsum(per_char / taken)])
+    return (cumulated[target.ends] - cumulated[target.starts]).astype(np.float32)
+
+
+def _chars(tokens: Tokens) -> npt.NDArray[np.int64]:
+    """Every character of every token."""
+    lens = tokens.ends - tokens.starts
+    return np.arange(lens.sum()) - np.repeat(np.cumsum(lens) - lens, lens) + np.repeat(tokens.starts, lens)
 
 
 def predict(auxiliary: AuxiliaryModel, example: Example) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """Admin: the administration of a server, in its launching process, or in each of several that answer HTTP.
 
-Verbs: those that are routes (`@route`); `stored_as`; `chunks_of` (a selection becomes token ids and keys).
+Verbs: those that are routes (`@route`); `stored_as`; `keys_of` (a selection becomes keys).
 `ChunkTokenizerManager` owns the one that there is; `warming` computes chunks by it.
 
 Promises: a request is sent once, to every scheduler process, and its replies are never taken for those of another one,
@@ -79,18 +79,6 @@ def route(method: str, parse: Callable[[Any], Any] | None = None) -> Callable[[A
         return act
 
     return add
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """One chunk of a selection.
-
-    Attributes:
-        ids: its tokens; None where it was named by its key.
-    """
-
-    key: bytes
-    ids: tuple[int, ...] | None
 
 
 class Admin:
@@ -210,9 +198,9 @@ class Admin:
         Raises:
             AdminRefused: more tokens would be pinned than may be, or none of the keys is known.
         """
-        chunks = self.chunks_of(pin.selection)
+        keys = self.keys_of(pin.selection)
         until = time.time() + pin.ttl_s
-        replies = await self._ask(messages.ChunkCachePinReq(keys=_unique(c.key for c in chunks), until=until))
+        replies = await self._ask(messages.ChunkCachePinReq(keys=_unique(keys), until=until))
         results = [reply.ranks[0] for reply in replies]
         refused = [result for result in results if result["is_refused"]]
         if len(refused) < len(results):
@@ -225,8 +213,8 @@ class Admin:
                 HTTPStatus.CONFLICT,
                 numbers,
             )
-        pinned, missing = _split(chunks, _merged((result["pinned"] for result in results), max), "tokens")
-        _check_known(pin.selection, chunks, pinned)
+        pinned, missing = _split(keys, _merged((result["pinned"] for result in results), max), "tokens")
+        _check_known(pin.selection, keys, pinned)
         return {
             "pinned": pinned,
             "not_stored": missing,
@@ -242,15 +230,14 @@ class Admin:
         Raises:
             AdminRefused: none of the keys is pinned.
         """
-        chunks = None if selection is None else self.chunks_of(selection)
-        keys = None if chunks is None else _unique(c.key for c in chunks)
-        replies = await self._ask(messages.ChunkCacheUnpinReq(keys=keys))
+        keys = None if selection is None else self.keys_of(selection)
+        replies = await self._ask(messages.ChunkCacheUnpinReq(keys=None if keys is None else _unique(keys)))
         done = {key: 1 for reply in replies for key in reply.ranks[0]["unpinned"]}
         pinned_tokens = max(reply.ranks[0]["pinned_tokens"] for reply in replies)
-        if chunks is None or selection is None:
+        if keys is None or selection is None:
             return {"unpinned": [{"key": key} for key in done], "not_pinned": [], "pinned_tokens": pinned_tokens}
-        unpinned, others = _split(chunks, done)
-        _check_known(selection, chunks, unpinned)
+        unpinned, others = _split(keys, done)
+        _check_known(selection, keys, unpinned)
         return {"unpinned": unpinned, "not_pinned": others, "pinned_tokens": pinned_tokens}
 
     @route("POST", body.parse_evict)
@@ -260,13 +247,13 @@ class Admin:
         Raises:
             AdminRefused: none of the keys is known; not where everything is looked through, which needs no key.
         """
-        chunks = self.chunks_of(eviction.selection)
-        request = messages.ChunkCacheEvictReq(keys=_unique(c.key for c in chunks), is_everywhere=eviction.everywhere)
+        keys = self.keys_of(eviction.selection)
+        request = messages.ChunkCacheEvictReq(keys=_unique(keys), is_everywhere=eviction.everywhere)
         replies = await self._ask(request)
-        evicted, missing = _split(chunks, _merged((reply.ranks[0]["evicted"] for reply in replies), _added))
+        evicted, missing = _split(keys, _merged((reply.ranks[0]["evicted"] for reply in replies), _added))
         reply = {"evicted": evicted, "not_stored": missing}
         if not eviction.everywhere:
-            _check_known(eviction.selection, chunks, evicted)
+            _check_known(eviction.selection, keys, evicted)
             return reply
         if self.manager.chunk_cache_selector is not None:
             self.manager.chunk_cache_selector.forget()
@@ -289,15 +276,15 @@ class Admin:
             raise AdminRefused(message, HTTPStatus.CONFLICT)
         return {"flushed": True}
 
-    def chunks_of(self, selection: ChunkNames) -> list[Chunk]:
-        """The chunks of a selection, in its order.
+    def keys_of(self, selection: ChunkNames) -> list[bytes]:
+        """The keys of the chunks of a selection, in its order.
 
         Raises:
             ChunkCacheRequestError: a text has no tokens or a separator, an id is not in the vocabulary, or texts were
                 sent to a server that has no tokenizer.
         """
         if selection.keys is not None:
-            return [Chunk(key, None) for key in selection.keys]
+            return list(selection.keys)
         ids = selection.input_ids
         if ids is not None:
             for i, one in enumerate(ids):
@@ -306,7 +293,7 @@ class Admin:
             assert selection.texts is not None
             ids = tuple(self.encode_chunk(text, f"texts[{i}]")[0] for i, text in enumerate(selection.texts))
         partition = Partition(selection.extra_key, selection.cache_salt)
-        return [Chunk(chunk_key(partition, one), one) for one in ids]
+        return [chunk_key(partition, one) for one in ids]
 
     def encode_chunk(self, text: str, path: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The token ids that a chunk has in prompts, and those of its end, which count as text behind it.
@@ -384,12 +371,11 @@ def _added(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _split(
-    chunks: Sequence[Chunk], done: dict[str, Any], name: str | None = None
+    keys: Sequence[bytes], done: dict[str, Any], name: str | None = None
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Entries of the reply for the chunks with which something was done, and for the others."""
     hits, others = [], []
-    for index, chunk in enumerate(chunks):
-        key = chunk.key.hex()
+    for index, key in enumerate(one.hex() for one in keys):
         entry: dict[str, Any] = {"index": index, "key": key}
         if key not in done:
             others.append(entry)
@@ -407,9 +393,9 @@ def _name(selection: ChunkNames) -> str:
     return next(way for way in ("texts", "input_ids", "keys") if getattr(selection, way) is not None)
 
 
-def _check_known(selection: ChunkNames, chunks: Sequence[Chunk], hits: Sequence[object]) -> None:
+def _check_known(selection: ChunkNames, keys: Sequence[bytes], hits: Sequence[object]) -> None:
     if selection.keys is not None and not hits:
-        raise _unknown("keys", [chunk.key for chunk in chunks])
+        raise _unknown("keys", keys)
 
 
 def _unknown(path: str, keys: Sequence[bytes], details: dict[str, Any] | None = None) -> AdminRefused:

@@ -28,6 +28,8 @@ NUM_CHUNK_IDS = 4096
 MAX_ID_LEN = 80
 KINDS = ("prefix", "reused", "recomputed", "computed")
 """What becomes of a token; `recomputed` is not in `reused` here."""
+SUMS = ("requests", *KINDS, "estimated", "saved_s")
+"""Over requests: their number, their tokens by kind, for how many the spared prefill was estimated, its seconds."""
 
 Contents: TypeAlias = dict[str, Any]
 
@@ -42,8 +44,8 @@ class Journal:
     def __init__(self, now: Callable[[], float] = time.time) -> None:
         self._now = now
         self._since = now()
-        self._totals = _Sums()
-        self._minutes: deque[tuple[int, _Sums]] = deque(maxlen=NUM_MINUTES)
+        self._totals: Contents = dict.fromkeys(SUMS, 0)
+        self._minutes: deque[Contents] = deque(maxlen=NUM_MINUTES)
         self._requests: deque[Contents] = deque(maxlen=NUM_REQUESTS)
         self._chunk_ids: OrderedDict[bytes, str] = OrderedDict()
 
@@ -55,20 +57,29 @@ class Journal:
             partition: its name, which tells nothing of a client's salt.
             saved_s: seconds of prefill that reuse was estimated to spare it; None = too few forwards were timed.
         """
-        plan, reply = reported.plan, reply_of(state, reported)
+        plan, reply, rid = reported.plan, reply_of(state, reported), rid[:MAX_ID_LEN]
         at = self._now()
         minute = int(at // 60) * 60
-        if not self._minutes or self._minutes[-1][0] != minute:
-            self._minutes.append((minute, _Sums()))
-        for sums in (self._totals, self._minutes[-1][1]):
-            sums.add(plan, saved_s)
+        if not self._minutes or self._minutes[-1]["at"] != minute:
+            self._minutes.append({"at": minute, **dict.fromkeys(SUMS, 0)})
+        numbers = (plan.prefix_len, plan.num_reused - plan.num_recomputed, plan.num_recomputed, plan.num_computed)
+        for sums in (self._totals, self._minutes[-1]):
+            for name, number in zip(SUMS, (1, *numbers, saved_s is not None, saved_s or 0.0), strict=True):
+                sums[name] += number
         for chunk, key in zip(reply["chunks"], state.prompt.keys, strict=True):
             chunk["key"] = key.hex()
             if "id" in chunk:
                 chunk["id"] = chunk["id"][:MAX_ID_LEN]
                 self._note_chunk_id(key, chunk["id"])
         self._requests.append(
-            {"at": at, "id": rid, "partition": partition, "saved_s": saved_s, **reply, "picture": picture_of(plan)}
+            {
+                "at": at,
+                "id": rid,
+                "partition": partition,
+                "saved_s": saved_s,
+                **reply,
+                "picture": picture_of(plan),
+            }
         )
 
     def _note_chunk_id(self, key: bytes, chunk_id: str) -> None:
@@ -89,30 +100,10 @@ class Journal:
         """Plain JSON values: `totals` since `since`, `minutes` from old to new, `requests` from new to old."""
         return {
             "since": self._since,
-            "totals": vars(self._totals),
-            "minutes": [{"at": at, **vars(sums)} for at, sums in self._minutes],
+            "totals": dict(self._totals),
+            "minutes": [dict(minute) for minute in self._minutes],
             "requests": list(reversed(self._requests)),
         }
-
-
-class _Sums:
-    """Sums over requests: their number, their tokens by kind, the seconds of prefill that were spared, of how many."""
-
-    def __init__(self) -> None:
-        self.requests = 0
-        self.prefix = self.reused = self.recomputed = self.computed = 0
-        self.estimated = 0
-        self.saved_s = 0.0
-
-    def add(self, plan: RecomputePlan, saved_s: float | None) -> None:
-        self.requests += 1
-        self.prefix += plan.prefix_len
-        self.reused += plan.num_reused - plan.num_recomputed
-        self.recomputed += plan.num_recomputed
-        self.computed += plan.num_computed
-        if saved_s is not None:
-            self.estimated += 1
-            self.saved_s += saved_s
 
 
 def picture_of(plan: RecomputePlan) -> list[list[int]]:

@@ -140,10 +140,6 @@ class ChunkAdmin:
         variant = self.index.get(variant_id)
         return variant is not None and self.pins.until(variant) is not None
 
-    def before_eviction(self) -> None:
-        """Room is about to be made in the pool."""
-        self.pins.renew()
-
     def after_reset(self) -> None:
         """The cache was flushed."""
         self.num_flushes += 1
@@ -153,14 +149,6 @@ class ChunkAdmin:
         """The index has forgotten all chunks, as after a flush, but the tree stands."""
         self.num_flushes += 1
         self.pins.renew()
-
-    def check_integrity(self) -> None:
-        """Compares pins, index and tree.
-
-        Raises:
-            AssertionError: they do not fit.
-        """
-        self.pins.check_integrity()
 
     def _stats(self, _request: ChunkCacheStatsReq) -> Result:
         below = self.tiers.stats() if self.tiers is not None else {"tiers": {}}

@@ -68,14 +68,6 @@ class _Chunk:
         return self.behind if self.has_neighbours else ()
 
 
-@dataclass(frozen=True)
-class _Missing:
-    """What of some chunks is not stored as it shall be, each once; and how many repeat another."""
-
-    chunks: tuple[_Chunk, ...]
-    num_repeated: int
-
-
 async def warm(admin: Admin, body: Warm, request: Any = None) -> AsyncIterator[dict[str, Any]]:
     """Computes chunks that are not stored; yields progress, and a summary at the end.
 
@@ -148,13 +140,14 @@ class Warming:
             self._failed += failed
             done = last
             yield {"done": done, "total": total, **self._counts(), "failed": failed}
+        missing = {chunk.key for chunk in await self._missing(self._chunks)}
         yield {
             "summary": True,
             "done": done,
             "total": total,
             **self._counts(),
             "failed": self._failed,
-            "present": len(self._chunks) - await self._num_missing(self._chunks),
+            "present": len(self._chunks) - sum(chunk.key in missing for chunk in self._chunks),
             "behind": self._behind,
             "computed_tokens": self._num_tokens,
             "seconds": round(time.monotonic() - began, 3),
@@ -174,16 +167,16 @@ class Warming:
         """What the work would take; nothing is computed."""
         chunks, failed = self._read(range(total))
         missing = await self._missing(chunks)
-        prepared = [chunk for chunk in missing.chunks if chunk.has_neighbours]
+        prepared = [chunk for chunk in missing if chunk.has_neighbours]
         neighbours = await self._missing_neighbours(prepared)
-        exact = {chunk.key: chunk for chunk in (*missing.chunks, *neighbours) if not chunk.has_neighbours}
+        exact = {chunk.key: chunk for chunk in (*missing, *neighbours) if not chunk.has_neighbours}
         num_tokens = sum(len(chunk.ids) for chunk in (*exact.values(), *prepared))
         pools = [rank["tiers"]["pool"] for rank in (await self._admin.stats())["ranks"]]
         return {
             "summary": True,
             "dry_run": True,
             "total": total,
-            "already": len(chunks) - len(missing.chunks) - missing.num_repeated,
+            "already": len({chunk.key for chunk in chunks}) - len(missing),
             "behind": self._behind,
             "exact": [_cost(chunk) for chunk in exact.values()],
             "prepared": [_cost(chunk) for chunk in prepared],
@@ -197,7 +190,7 @@ class Warming:
         """Computes what is not stored of these chunks; returns what failed."""
         chunks, failed = self._read(places)
         self._chunks += chunks
-        todo = (await self._missing(chunks)).chunks
+        todo = await self._missing(chunks)
         self._num_already += len(chunks) - len(todo)
         if not todo:
             return failed
@@ -209,7 +202,7 @@ class Warming:
         # Behind a neighbour that could not be computed the chunk would not be what it is said to be.
         ready = [chunk for chunk in todo if problems.keys().isdisjoint(chunk.behind_keys)]
         own = await self._compute_all(ready)
-        still = {chunk.place for chunk in (await self._missing(ready)).chunks}
+        still = {chunk.place for chunk in await self._missing(ready)}
         for chunk in todo:
             problem = own.get(chunk.key)
             if chunk not in ready:
@@ -235,14 +228,13 @@ class Warming:
                 failed.append({"index": place, "error": str(error)})
         return chunks, failed
 
-    async def _missing(self, chunks: Sequence[_Chunk]) -> _Missing:
-        """Those of these chunks that are not stored as they shall be."""
+    async def _missing(self, chunks: Sequence[_Chunk]) -> list[_Chunk]:
+        """Those of these chunks that are not stored as they shall be, each once."""
         each: dict[bytes, _Chunk] = {}
         for chunk in chunks:
             each.setdefault(chunk.key, chunk)
         stored = await self._admin.stored_as({key: self._name(chunk) for key, chunk in each.items()}) if each else {}
-        missing = tuple(chunk for key, chunk in each.items() if key not in stored)
-        return _Missing(missing, len(chunks) - len(each))
+        return [chunk for key, chunk in each.items() if key not in stored]
 
     def _name(self, chunk: _Chunk) -> str:
         """Name of the variant that is to be stored."""
@@ -252,13 +244,9 @@ class Warming:
         context = pieces[: num_pieces_before(spans, len(spans) - 1)]
         return variant_name(spans[-1][0], int(chunk.has_neighbours), bool(chunk.behind), self._system, context)
 
-    async def _num_missing(self, chunks: Sequence[_Chunk]) -> int:
-        keys = {chunk.key for chunk in (await self._missing(chunks)).chunks}
-        return sum(chunk.key in keys for chunk in chunks)
-
     async def _missing_neighbours(self, chunks: Sequence[_Chunk]) -> list[_Chunk]:
         """Neighbours of these chunks that are not stored alone, each once."""
-        return list((await self._missing([one for chunk in chunks for one in chunk.neighbours])).chunks)
+        return await self._missing([one for chunk in chunks for one in chunk.neighbours])
 
     # Computing.
 

@@ -1,6 +1,6 @@
 """From a request to token ids and one JSON string of options.
 
-Verb: `prepare`, which rewrites a `GenerateReqInput`; `has_options` asks a request that went through it.
+Verb: `prepare`, which rewrites a `GenerateReqInput`; `may_get_reply` asks a request that went through it.
 
 Promises: everything is checked before anything is tokenized, and everything is tokenized before the scheduler hears of
 the request; a request without marks and options leaves unchanged; the caller's own objects are never written to. What
@@ -85,13 +85,12 @@ def _parse_items(
     """
     prompts, is_batch = _prompts(text, input_ids)
     per_prompt = isinstance(sampling_params, (list, tuple))
+    params_of: Sequence[object] = [sampling_params] * len(prompts)
     if isinstance(sampling_params, (list, tuple)):
         _check_number(prompts, is_batch, sampling_params, names)
+        params_of = sampling_params
     items = []
-    for index, prompt in enumerate(prompts):
-        params: object = sampling_params
-        if isinstance(sampling_params, (list, tuple)):
-            params = sampling_params[index] if index < len(sampling_params) else None
+    for index, (prompt, params) in enumerate(zip(prompts, params_of, strict=True)):
         name = names.text if isinstance(prompt, str) or text is not None else names.ids
         path = f"{name}[{index}]" if is_batch else name
         if is_batch and (prompt is None or isinstance(prompt, (int, float, Mapping))):
@@ -99,7 +98,7 @@ def _parse_items(
         items.append(
             _parse_item(
                 prompt,
-                _raw_options(params),
+                _custom_params(params).get(KEY),
                 args,
                 tags,
                 path=path,
@@ -143,10 +142,6 @@ def _opts_path(names: Names, index: int | None) -> str:
 def _custom_params(params: object) -> Mapping[str, Any]:
     custom_params = params.get("custom_params") if isinstance(params, Mapping) else None
     return custom_params if isinstance(custom_params, Mapping) else {}
-
-
-def _raw_options(params: object) -> object:
-    return _custom_params(params).get(KEY)
 
 
 def _parse_item(prompt: object, raw: object, args: ChunkCacheArgs, tags: Marks, *, path: str, opts_path: str) -> Item:

@@ -155,60 +155,32 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "chunk cache", "Reuse the KV cache of text chunks wherever they stand in a prompt."
     )
     group.add_argument("--chunk-cache", action="store_true", default=False, help="Turn the chunk cache on.")
-    group.add_argument(
-        "--chunk-cache-method",
-        default=None,
-        metavar="METHOD",
-        help=f"Default method of a request: {', '.join(METHODS)} (default: {DEFAULT_METHOD}).",
-    )
-    group.add_argument(
-        "--chunk-cache-ratio",
-        default=None,
-        metavar="RATIO",
-        help=f"Default share of the reused tokens that is recomputed, 0 to 1 (default: {DEFAULT_RATIO}).",
-    )
-    group.add_argument(
-        "--chunk-cache-separator",
-        default=None,
-        metavar="TEXT",
-        help=f"String that marks chunks in text prompts; N+1 of them mark N chunks (default: {DEFAULT_SEPARATOR}).",
-    )
-    group.add_argument(
-        "--chunk-cache-marks",
-        action="store_true",
-        default=None,
-        help="Texts that clients mark by prompt_cache_breakpoint or cache_control are chunks (default: off).",
-    )
-    group.add_argument(
-        "--chunk-cache-parts",
-        action="store_true",
-        default=None,
-        help="Every text part of a message with several parts is a chunk (default: off).",
-    )
-    group.add_argument(
-        "--chunk-cache-discover",
-        action="store_true",
-        default=None,
-        help="Passages that were there before are chunks in prompts without marks too (default: off).",
-    )
-    group.add_argument(
-        "--chunk-cache-selector",
-        default=None,
-        metavar="MODEL",
-        help="Hugging Face folder or name of a small model that selects for the method cacheclip, on the CPU.",
-    )
-    group.add_argument(
-        "--chunk-cache-config",
-        default=None,
-        metavar="JSON",
-        help="All other options, as a JSON object or as @FILE with one.",
-    )
-    group.add_argument(
-        "--chunk-cache-target",
-        default=None,
-        metavar="JSON",
-        help='How far answers may be from exact ones, such as {"kl": 0.1}, as a JSON object or as @FILE with one.',
-    )
+    values = {
+        "method": ("METHOD", f"Default method of a request: {', '.join(METHODS)} (default: {DEFAULT_METHOD})."),
+        "ratio": ("RATIO", f"Default share of the reused tokens to recompute, 0 to 1 (default: {DEFAULT_RATIO})."),
+        "separator": (
+            "TEXT",
+            f"Marks chunks in text prompts; N+1 of them mark N chunks (default: {DEFAULT_SEPARATOR}).",
+        ),
+        "selector": (
+            "MODEL",
+            "Hugging Face folder or name of a small model that selects for the method cacheclip, on the CPU.",
+        ),
+        "config": ("JSON", "All other options, as a JSON object or as @FILE with one."),
+        "target": (
+            "JSON",
+            'How far answers may be from exact ones, such as {"kl": 0.1}, as a JSON object or as @FILE with one.',
+        ),
+    }
+    for name, (metavar, text) in values.items():
+        group.add_argument(f"--chunk-cache-{name}", metavar=metavar, help=text)
+    switches = {
+        "marks": "Texts that clients mark by prompt_cache_breakpoint or cache_control are chunks (default: off).",
+        "parts": "Every text part of a message with several parts is a chunk (default: off).",
+        "discover": "Passages that were there before are chunks in prompts without marks too (default: off).",
+    }
+    for name, text in switches.items():
+        group.add_argument(f"--chunk-cache-{name}", action="store_true", default=None, help=text)
 
 
 def from_flags(namespace: argparse.Namespace) -> ChunkCacheArgs | None:
@@ -251,6 +223,8 @@ def _parse_object(name: str, value: object) -> object:
     except ValueError as error:
         hint = "; remove the trailing comma" if _ends_in_comma(text, error) else ""
         refuse(f"--chunk-cache-{name} is not valid JSON: {one_line(error)}{hint}.")
+    except RecursionError:
+        refuse(f"--chunk-cache-{name} is not valid: objects or lists are nested too deep; nest fewer.")
 
 
 def _ends_in_comma(text: str, error: ValueError) -> bool:
@@ -275,6 +249,9 @@ def change(server_args: Any, args: ChunkCacheArgs) -> None:
         set_args(args)
 
 
+_loads_once = functools.cache(ChunkCacheArgs.loads)
+
+
 def attached(server_args: Any) -> ChunkCacheArgs | None:
     """What `attach` noted, or None: this server runs without the chunk cache."""
     text = getattr(server_args, _ATTACHED, None)
@@ -284,11 +261,6 @@ def attached(server_args: Any) -> ChunkCacheArgs | None:
 def instance_of(server_args: Any) -> str:
     """Name of the server of a record that `attach` was given: one in all its processes, another at every start."""
     return str(getattr(server_args, _INSTANCE))
-
-
-@functools.cache
-def _loads_once(text: str) -> ChunkCacheArgs:
-    return ChunkCacheArgs.loads(text)
 
 
 @contextmanager

@@ -15,15 +15,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from sglang_chunk_cache.forward.state_forward import StateForward
 from sglang_chunk_cache.forward.whole_rows import whole_rows, write_rows
+from sglang_chunk_cache.kv.partial_load import LayerLoads
 
 if TYPE_CHECKING:
     from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
     from sglang.srt.layers.radix_attention import RadixAttention
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
-
-    from sglang_chunk_cache.forward.state_forward import StateForward
-    from sglang_chunk_cache.kv.partial_load import LayerLoads
 
 
 _SCOPE = "chunk_cache_scope"

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING
 from chunk_cache.gate.verification_queue import Candidate
 from sglang_chunk_cache.forward.added_rows import AddedRows
 from sglang_chunk_cache.forward.attending import Attention, Observer
+from sglang_chunk_cache.forward.state_forward import StateForward
 from sglang_chunk_cache.kv.partial_load import LayerLoads
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
-    from sglang_chunk_cache.forward.state_forward import StateForward
 
 _FORWARD = "chunk_cache_forward"
 

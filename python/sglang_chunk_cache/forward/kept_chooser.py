@@ -17,14 +17,13 @@ import torch
 
 from chunk_cache.options.kept_tokens import POOLING_LEN, WINDOW_LEN, KeptTokens
 from sgl_kernel_ext.attention_mass import attention_mass
+from sglang_chunk_cache.forward.attending import ObservedRows
 from sglang_chunk_cache.kv.layer_kv import LayerKV
 from sglang_chunk_cache.kv.packing import Packing
 from sglang_chunk_cache.request.chunk_request import state_of
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch
-
-    from sglang_chunk_cache.forward.attending import ObservedRows
 
 
 @dataclass(frozen=True)

@@ -8,18 +8,16 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from chunk_cache.index.transition_store import ChunkTransitions
 from sgl_kernel_ext.transfer import upload
 from sglang_chunk_cache.forward.runs import Runs, run_fields
 from sglang_chunk_cache.kv.transition import LayerTransition, Transition
-
-if TYPE_CHECKING:
-    from chunk_cache.index.transition_store import ChunkTransitions
 
 MOST_TAKEN = 16
 """Chunks whose transitions are taken at once, by what memory their states need meanwhile."""

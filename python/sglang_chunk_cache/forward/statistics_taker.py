@@ -24,6 +24,7 @@ from chunk_cache.types import Span
 from sgl_kernel_ext.attention_mass import attention_mass
 from sgl_kernel_ext.backend import resolve_backend
 from sgl_kernel_ext.transfer import Download, upload
+from sglang_chunk_cache.forward.attending import ObservedRows
 from sglang_chunk_cache.forward.row_choice import chunk_of, keep_where
 from sglang_chunk_cache.kv.chunk_sums import ChunkSums
 from sglang_chunk_cache.kv.layer_kv import LayerKV
@@ -33,8 +34,6 @@ from sglang_chunk_cache.request.chunk_request import ChunkRequest, state_of
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
     from sglang.srt.managers.schedule_batch import ScheduleBatch
-
-    from sglang_chunk_cache.forward.attending import ObservedRows
 
 
 MAX_HEADS, NUM_HEADS = 4, 2

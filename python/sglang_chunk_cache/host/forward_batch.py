@@ -96,7 +96,7 @@ def _target_forward(
             none = [NOTHING_ADDED] * len(batch.reqs)
             states = states_of(batch, none, positions_of(batch, none))
         return Forward((Part(init(batch), None, observers, states),), timing=timing, first_rows=first_rows)
-    count = chunks.metrics.count_fused_batch
+    count = partial(chunks.metrics.add, "fused_batches")
     fused = fused_batch(kernel=chunks.kernel, layers=chunks.layers, observe=observe, states=states_of, count=count)
     parts = fused.parts(added)
     if batch.global_num_tokens is not None:
@@ -148,7 +148,7 @@ def _without_loads(
         plan = one.state.admission.plan
         assert plan is not None
         one.state.fail_load(chunks.manager.without_load(plan, reason, one.load.plan.load_start))
-        chunks.metrics.count_fallback(reason)
+        chunks.metrics.add("fallbacks", reason)
     parts = fused.parts([one.everything() if one.layer_copies else one for one in added])
     return Forward(parts, tail_lens=_tail_lens(batch))
 

@@ -18,6 +18,7 @@ from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
 
 from chunk_cache.methods import METHODS
 from chunk_cache.plan.plan_steps import needs_steps, next_step, part_of
+from chunk_cache.plan.recompute_plan import RecomputePlan
 from sglang_chunk_cache.flags.step_limits import most_unknown_rows, step_len
 from sglang_chunk_cache.host.refresh import is_refresh
 from sglang_chunk_cache.request.chunk_request import Admission, state_of
@@ -25,8 +26,6 @@ from sglang_chunk_cache.start.runtime import known_runtime_of
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
-
-    from chunk_cache.plan.recompute_plan import RecomputePlan
 
 
 class ChunkPrefillAdder(PrefillAdder):

@@ -23,6 +23,7 @@ from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 from chunk_cache.options.kept_tokens import WINDOW_LEN
 from chunk_cache.plan.plan_steps import part_of
+from chunk_cache.plan.recompute_plan import RecomputePlan
 from sglang_chunk_cache.flags.server_args import ChunkCacheArgs, get_args, refuse
 from sglang_chunk_cache.host.attention_backend import keep_latent_rows
 from sglang_chunk_cache.host.refresh import is_refresh
@@ -43,7 +44,6 @@ if TYPE_CHECKING:
     )
     from sglang.srt.mem_cache.registry import TreeCacheBuildContext
 
-    from chunk_cache.plan.recompute_plan import RecomputePlan
 
 logger = logging.getLogger(__name__)
 
@@ -169,7 +169,7 @@ class ChunkRadixCache(UnifiedRadixCache):
         if load is None:
             reason = "memory" if is_stored else "evicted"
             state.fail_load(chunks.manager.without_load(admission.plan, reason, begin))
-            chunks.metrics.count_fallback(reason)
+            chunks.metrics.add("fallbacks", reason)
             return None
         admission.bring_in(load)
         row[begin:end] = load.slots
@@ -208,7 +208,7 @@ class ChunkRadixCache(UnifiedRadixCache):
         if chunks is None:
             return evict(params)
         chunks.pool.flush()
-        chunks.admin.before_eviction()
+        chunks.admin.pins.renew()
         if chunks.tiers is not None:
             num_tokens = chunks.store.shares.num_to_give(params.num_tokens) or params.num_tokens
             chunks.tiers.save_victims(chunks.manager.index.victims(chunks.store.shares.above), num_tokens)

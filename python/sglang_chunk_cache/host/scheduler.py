@@ -194,7 +194,7 @@ class ChunkScheduler(Scheduler):
             self._verify()
             return
         logger.info("Chunk cache: idle, a popular derived variant is computed exactly")
-        self._chunks.metrics.count_maintenance("refreshed")
+        self._chunks.metrics.add("maintenance", "refreshed")
         self._num_refreshes += 1
         self.handle_generate_request(refresh_request(self._num_refreshes, origin, **own_fields(self.server_args)))
 
@@ -203,12 +203,12 @@ class ChunkScheduler(Scheduler):
         gate, num_free = self._chunks.gate, self.token_to_kv_pool_allocator.available_size()
         if gate is None:
             return
-        candidate = gate.take(num_free)
+        candidate = gate.queue.take(num_free)
         if candidate is None:
             return
         exact_pass = open_pass(self, candidate)
         if exact_pass is None:
-            gate.defer(candidate, num_free)
+            gate.queue.defer(candidate, num_free)
             return
         try:
             exact_pass.step()
@@ -228,7 +228,7 @@ class ChunkScheduler(Scheduler):
 
     def maybe_sleep_on_idle(self) -> None:
         gate = self._chunks.gate
-        is_busy = gate is not None and gate.has_work(self.token_to_kv_pool_allocator.available_size())
+        is_busy = gate is not None and gate.queue.next(self.token_to_kv_pool_allocator.available_size()) is not None
         if not is_busy and not self._chunks.keeper.is_waiting:
             super().maybe_sleep_on_idle()
 

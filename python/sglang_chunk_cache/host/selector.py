@@ -27,7 +27,8 @@ from sglang_chunk_cache.host.disaggregation import waiting
 from sglang_chunk_cache.request.chunk_request import PARAM_NAME, state_of
 from sglang_chunk_cache.selector.selector_client import SelectorClient, SelectorStartError
 from sglang_chunk_cache.selector.selector_messages import SCORES
-from sglang_chunk_cache.telemetry.selector_metrics import SelectorMetrics
+from sglang_chunk_cache.telemetry.meters import Meters
+from sglang_chunk_cache.telemetry.selector_metrics import SELECTOR_METERS
 
 
 class ChunkCacheScores(BaseReq, kw_only=True):  # type: ignore[call-arg]  # a msgspec.Struct
@@ -66,7 +67,7 @@ def create_client(manager: Any, args: ChunkCacheArgs) -> SelectorClient | None:
         trust_remote_code=server_args.trust_remote_code,
         revision=server_args.revision,
         answer=lambda rid, answer: manager._dispatch_to_scheduler(scores_message(rid, answer)),
-        metrics=SelectorMetrics(enabled=bool(manager.enable_metrics)),
+        metrics=Meters(SELECTOR_METERS, enabled=bool(manager.enable_metrics)),
     )
     try:
         client.start()

@@ -27,13 +27,12 @@ from sgl_kernel_ext.rotary import RotarySpec, Turn
 from sgl_kernel_ext.transfer import host_buffer
 from sglang_chunk_cache.kv.fingerprint import Fingerprint, adapter_settings, rotary_digest, weights_digest
 from sglang_chunk_cache.kv.layer_kv import kv_buffers
+from sglang_chunk_cache.kv.state_layout import StateLayout
 from sglang_chunk_cache.kv.stored_variant import host_memory
+from sglang_chunk_cache.kv.transition import Transition
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
-
-    from sglang_chunk_cache.kv.state_layout import StateLayout
-    from sglang_chunk_cache.kv.transition import Transition
 
 
 MAX_STAGED_BYTES = 64 << 20

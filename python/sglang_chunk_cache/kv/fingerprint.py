@@ -15,15 +15,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO
 
 import torch
 
+from sgl_kernel_ext.rotary import RotarySpec
 from sgl_kernel_ext.transfer import host_buffer
 from sglang_chunk_cache.kv.state_layout import StateLayout
-
-if TYPE_CHECKING:
-    from sgl_kernel_ext.rotary import RotarySpec
 
 FORMAT_VERSION = 3
 """Version of the bytes that media write; another is another fingerprint, so it is never found."""

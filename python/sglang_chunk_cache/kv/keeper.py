@@ -24,6 +24,7 @@ import torch
 
 from chunk_cache.actions import Forgo, Keep, Promote
 from chunk_cache.index.refresh import Origin, RefreshQueue
+from chunk_cache.index.transition_store import ChunkTransitions
 from chunk_cache.index.variant import Home, NodeHome, PathHome, PathTokens, Variant
 from chunk_cache.manager import ChunkManager
 from chunk_cache.plan.recompute_plan import RecomputePlan
@@ -34,13 +35,12 @@ from sglang_chunk_cache.kv.chunk_sums import ChunkSums
 from sglang_chunk_cache.kv.pool import ChunkPool
 from sglang_chunk_cache.kv.ranks import ReduceMax
 from sglang_chunk_cache.kv.store import VariantStore
+from sglang_chunk_cache.kv.transition import Transition
 from sglang_chunk_cache.telemetry.chunk_metrics import ChunkMetrics
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
 
-    from chunk_cache.index.transition_store import ChunkTransitions
-    from sglang_chunk_cache.kv.transition import Transition
 
 logger = logging.getLogger(__name__)
 
@@ -61,17 +61,12 @@ class Admitted(Protocol):
 class Computed(Protocol):
     """What is read here of a request whose prompt was computed."""
 
-    @property
-    def prompt(self) -> ChunkPrompt: ...
+    prompt: ChunkPrompt
+    sums: ChunkSums | None
+    transitions: ChunkTransitions[Transition] | None
 
     @property
     def admission(self) -> Admitted: ...
-
-    @property
-    def sums(self) -> ChunkSums | None: ...
-
-    @property
-    def transitions(self) -> ChunkTransitions[Transition] | None: ...
 
 
 class _Awaited(NamedTuple):
@@ -194,7 +189,7 @@ class ChunkKeeper:
             if isinstance(action, Keep):
                 yield action
             else:
-                self._metrics.count_not_remembered(action.reason)
+                self._metrics.add("not_remembered", action.reason)
 
     def _remember_exact(self, req: Req, state: Computed, up_to: int, is_last: bool) -> None:
         prompt, row = state.prompt, req.kv.req_pool_idx
@@ -231,7 +226,7 @@ class ChunkKeeper:
         elif self._note_stored is not None:
             self._note_stored(variant)
         if keep.is_prepared:
-            self._metrics.count_maintenance("prepared")
+            self._metrics.add("maintenance", "prepared")
         # Not of a LoRA adapter: it may be gone when the server is idle, and no client's request holds it then.
         # Nor of images: a refresh has token ids only.
         elif keep.generation and req.lora_id is None and not state.prompt.has_images_up_to(keep.chunk):
@@ -260,7 +255,7 @@ class ChunkKeeper:
         slots = self._pool.allocate(end - start)
         if slots is None:
             logger.info("Chunk cache: no room to remember a chunk of %d tokens of %s", end - start, req.rid)
-            self._metrics.count_not_remembered("memory")
+            self._metrics.add("not_remembered", "memory")
             return None
         row = self._cache.req_to_token_pool.req_to_token[req.kv.req_pool_idx, start:end].to(torch.int64)
         self._assembler.copy(row, slots[: end - start], torch.zeros_like(row))
@@ -281,7 +276,7 @@ class ChunkKeeper:
         self._assembler.copy(source, slots[: variant.length], torch.zeros_like(source))
         home = self._store.insert_node(path.partition, variant.token_ids, slots, promotion.priority)
         self._manager.complete_promote(promotion, home)
-        self._metrics.count_maintenance("promoted")
+        self._metrics.add("maintenance", "promoted")
 
     def left_of(self, request_row: int, ranges: Ranges) -> Ranges:
         """What of ascending, disjoint ranges of a request's tokens did not become a node."""

@@ -12,12 +12,8 @@ import logging
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
-from sglang_chunk_cache.kv.stored_variant import StoredVariant, TierError
-
-if TYPE_CHECKING:
-    from sglang_chunk_cache.kv.stored_variant import Layer
+from sglang_chunk_cache.kv.stored_variant import Layer, StoredVariant, TierError
 
 logger = logging.getLogger(__name__)
 

@@ -36,8 +36,7 @@ logger = logging.getLogger(__name__)
 class Packable(Computed, Protocol):
     """What is read here of a request."""
 
-    @property
-    def packing(self) -> Packing: ...
+    packing: Packing
 
 
 class KVPacker:

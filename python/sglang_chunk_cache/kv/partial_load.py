@@ -13,22 +13,19 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
+from chunk_cache.index.chunk_index import ChunkIndex
+from chunk_cache.index.variant import Variant
 from sgl_kernel_ext.rotary import Turn
 from sgl_kernel_ext.transfer import upload
-
-if TYPE_CHECKING:
-    from chunk_cache.index.chunk_index import ChunkIndex
-    from chunk_cache.index.variant import Variant
-    from sglang_chunk_cache.kv.assembler import KVAssembler
-    from sglang_chunk_cache.kv.layer_stream import LayerStream
-    from sglang_chunk_cache.kv.ranks import ReduceMax
-    from sglang_chunk_cache.kv.store import VariantStore
-
+from sglang_chunk_cache.kv.assembler import KVAssembler
+from sglang_chunk_cache.kv.layer_stream import LayerStream
+from sglang_chunk_cache.kv.ranks import ReduceMax
+from sglang_chunk_cache.kv.store import VariantStore
 
 _COMPLETE, _RUNNING, _FAILED = range(3)  # votes; the largest of all ranks counts
 

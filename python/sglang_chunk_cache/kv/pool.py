@@ -14,12 +14,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from sglang.srt.mem_cache.common import evict_from_tree_cache
 
+from chunk_cache.index.need import Need
 from chunk_cache.index.variant import Variant
 from chunk_cache.keys import Partition
 from chunk_cache.manager import ChunkManager
@@ -27,14 +28,11 @@ from chunk_cache.plan.chunk_plan import ChunkPlan
 from chunk_cache.plan.recompute_plan import RecomputePlan
 from sgl_kernel_ext.transfer import upload
 from sglang_chunk_cache.kv.assembler import HostKV, KVAssembler
+from sglang_chunk_cache.kv.layer_stream import LayerStream
 from sglang_chunk_cache.kv.partial_load import LayerCopy, PartialLoads
 from sglang_chunk_cache.kv.store import VariantStore
-
-if TYPE_CHECKING:
-    from chunk_cache.index.need import Need
-    from sglang_chunk_cache.kv.layer_stream import LayerStream
-    from sglang_chunk_cache.kv.stored_variant import StoredVariant
-    from sglang_chunk_cache.kv.transition import Transition
+from sglang_chunk_cache.kv.stored_variant import StoredVariant
+from sglang_chunk_cache.kv.transition import Transition
 
 
 class _Copy(NamedTuple):

@@ -26,14 +26,14 @@ from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 from chunk_cache.index.quota import Shares
+from chunk_cache.index.transition_store import TransitionStore
 from chunk_cache.index.variant import NodeHome, PathTokens, Variant, usable_len
 from chunk_cache.keys import Partition, partition_key
+from sglang_chunk_cache.kv.transition import Transition
 
 if TYPE_CHECKING:
     import torch
 
-    from chunk_cache.index.transition_store import TransitionStore
-    from sglang_chunk_cache.kv.transition import Transition
 
 _PADDING_TOKEN = 0
 

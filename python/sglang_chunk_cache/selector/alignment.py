@@ -1,7 +1,7 @@
 """Alignment: from the tokens of one tokenizer to those of another, by the characters that they share.
 
-Verbs: `decode` (ids -> text and where each token lies in it), `best_of_overlap`, `share_by_overlap` (values of tokens
--> values of the other tokenizer's tokens).
+Verbs: `decode` (ids -> text and where each token lies in it), `best_of_overlap` (values of tokens -> values of the
+other tokenizer's tokens).
 """
 
 from __future__ import annotations
@@ -84,30 +84,3 @@ def best_of_overlap(values: npt.NDArray[np.float32], source: Tokens, target: Tok
     padded = np.append(values, np.float32(-np.inf))
     best: npt.NDArray[np.float32] = np.maximum.reduceat(padded, bounds)[::2] if len(target) else values[:0]
     return best
-
-
-def share_by_overlap(values: npt.NDArray[np.float32], source: Tokens, target: Tokens) -> npt.NDArray[np.float32]:
-    """Per target token the sum of what its characters get, where a source token's value is shared out over its own.
-
-    The sum of all values stays, but for characters that no target token has.
-
-    Args:
-        values: `[len(source)]`.
-
-    Returns:
-        `[len(target)]`.
-    """
-    num = int(max(source.ends.max(initial=0), target.ends.max(initial=0)))
-    lens = source.ends - source.starts
-    owner = np.repeat(np.arange(len(source)), lens)
-    at = np.arange(len(owner)) - np.repeat(np.cumsum(lens) - lens, lens) + source.starts[owner]
-    per_char = np.bincount(at, weights=(values / lens)[owner], minlength=num)
-    taken = np.bincount(_chars(target), minlength=num).clip(min=1)
-    cumulated = np.concatenate([[0.0], np.cumsum(per_char / taken)])
-    return (cumulated[target.ends] - cumulated[target.starts]).astype(np.float32)
-
-
-def _chars(tokens: Tokens) -> npt.NDArray[np.int64]:
-    """Every character of every token."""
-    lens = tokens.ends - tokens.starts
-    return np.arange(lens.sum()) - np.repeat(np.cumsum(lens) - lens, lens) + np.repeat(tokens.starts, lens)

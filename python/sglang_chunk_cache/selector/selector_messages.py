@@ -5,7 +5,7 @@ Token ids and scores travel as bytes of numpy arrays (`IDS`, `SCORES`), in the b
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
 
 import msgspec
 import numpy as np
@@ -64,21 +64,8 @@ class Settings(msgspec.Struct, frozen=True):
     replies: str
 
 
-def dumps(message: Question | Scores | Alive) -> bytes:
-    """One message."""
-    return msgspec.msgpack.encode(message)
-
-
-_QUESTION = msgspec.msgpack.Decoder(Question)
-_REPLY: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(Scores | Alive)
-
-
-def loads_question(data: bytes) -> Question:
-    """What the selector receives."""
-    return _QUESTION.decode(data)
-
-
-def loads_reply(data: bytes) -> Scores | Alive:
-    """What it sends."""
-    reply: Scores | Alive = _REPLY.decode(data)
-    return reply
+dumps = msgspec.msgpack.encode
+loads_question = msgspec.msgpack.Decoder(Question).decode
+"""What the selector receives."""
+loads_reply: Callable[[bytes], Scores | Alive] = msgspec.msgpack.Decoder(Scores | Alive).decode
+"""What it sends."""

@@ -36,6 +36,7 @@ from sglang.srt.runtime_context import get_parallel
 
 from chunk_cache.index.transition_store import ChunkTransitions
 from sglang_chunk_cache.flags.server_args import refuse
+from sglang_chunk_cache.forward.attending import Attention
 from sglang_chunk_cache.forward.forward import Forward, Part, announce
 from sglang_chunk_cache.forward.own_batch import OwnPrompt, take_slots
 from sglang_chunk_cache.forward.positions import stand_at
@@ -49,12 +50,11 @@ from sglang_chunk_cache.forward.whole_rows import AttentionNotServed
 from sglang_chunk_cache.kv.layer_kv import kv_buffers
 from sglang_chunk_cache.kv.ranks import ranks_of_batch
 from sglang_chunk_cache.kv.transition import Transition
+from sglang_chunk_cache.start.runtime import ChunkRuntime
 
 if TYPE_CHECKING:
     from sglang.srt.managers.scheduler import Scheduler
 
-    from sglang_chunk_cache.forward.attending import Attention
-    from sglang_chunk_cache.start.runtime import ChunkRuntime
 
 logger = logging.getLogger(__name__)
 

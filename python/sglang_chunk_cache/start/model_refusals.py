@@ -1,7 +1,7 @@
 """Which models are refused by what their configuration tells, before any process is started.
 
-Verbs: `check_model` (one resolved model configuration), `model_reason` (why not, as the end of a sentence),
-`check_flashinfer`. Whether reuse fits the model that was loaded is shown by forwards of it (`model_check`).
+Verbs: `check_model` (one resolved model configuration), `check_flashinfer`. Whether reuse fits the model that was
+loaded is shown by forwards of it (`model_check`).
 """
 
 from __future__ import annotations
@@ -38,18 +38,11 @@ def check_model(model_config: Any) -> None:
     Raises:
         StartRefused: the model does not work with the chunk cache.
     """
-    reason = model_reason(model_config)
-    if reason is not None:
-        refuse(f"this model cannot be served with --chunk-cache because {reason}.")
-
-
-def model_reason(model_config: Any) -> str | None:
-    """Why a model cannot be served, as the end of a sentence, or None; one that a flag ends comes last."""
-    for check in (_kind_reason, _sparse_reason, _local_reason, _window_reason, _rope_reason, _attention_reason):
+    # What a flag ends comes last.
+    for check in (_kind_reason, _sparse_reason, _window_reason, _rope_reason, _attention_reason):
         reason = check(model_config)
         if reason is not None:
-            return reason
-    return None
+            refuse(f"this model cannot be served with --chunk-cache because {reason}.")
 
 
 def _kind_reason(model_config: Any) -> str | None:
@@ -81,10 +74,6 @@ def _sparse_reason(model_config: Any) -> str | None:
             "its sparse attention (DeepSeek V3.2, GLM-5, MiniMax M3) chooses tokens by an index of its own, whose keys "
             "would have to move too; no flag helps"
         )
-    return None
-
-
-def _local_reason(model_config: Any) -> str | None:
     if model_config.is_local_attention_model:
         return "it uses local attention (Llama 4); no flag helps"
     return None

@@ -20,7 +20,12 @@ from typing import Any, NoReturn
 
 from chunk_cache.options.config import Config
 from chunk_cache.options.event_config import port_problem
-from sglang_chunk_cache.api.capabilities import check_default, divides_attention, what_fixes_rows, what_keeps_all
+from sglang_chunk_cache.api.capabilities import (
+    check_default,
+    divides_attention,
+    what_fixes_rows,
+    what_keeps_all,
+)
 from sglang_chunk_cache.flags.server_args import ChunkCacheArgs, attached, change, refuse
 from sglang_chunk_cache.kv.state_models import has_states
 from sglang_chunk_cache.start.dp_attention_refusals import check_dp_attention
@@ -210,10 +215,10 @@ def check_resolved(server_args: Any) -> None:
     from sglang.srt.arg_groups.model_override_base import model_config_of
 
     args = attached(server_args)
-    kernel = None if args is None else args.parsed_config.kernel
-    if args is not None:
-        num_replicas = (resolved(server_args, "dp_size") or 1) * resolved(server_args, "attn_dp_size")
-        check_replicas(args.parsed_config, num_replicas)
+    assert args is not None, "nothing is checked where the chunk cache is off"
+    kernel = args.parsed_config.kernel
+    num_replicas = (resolved(server_args, "dp_size") or 1) * resolved(server_args, "attn_dp_size")
+    check_replicas(args.parsed_config, num_replicas)
     if kernel in ("triton", "flashinfer") and resolved(server_args, "device") != "cuda":
         refuse(f'--chunk-cache-config: kernel: "{kernel}" needs a CUDA device; use "auto" or "torch".')
     if str(server_args.model_path).lower() in ("none", "dummy"):
@@ -226,22 +231,19 @@ def check_resolved(server_args: Any) -> None:
     _check_chosen(server_args)
     if kernel == "flashinfer":
         check_flashinfer(model_config)
-    if args is not None and has_states(model_config):
+    if has_states(model_config):
         args = replace(args, method=check_states(server_args, args))
         change(server_args, args)
-    if args is not None and divides_attention(server_args):
+    if divides_attention(server_args):
         check_dp_attention(server_args, args, model_config)
-    if args is not None:
-        check_tokenizer_workers(args, server_args)
-        _check_selector(args)
-        _check_layers(args.parsed_config, model_config.num_hidden_layers)
-        algorithm = resolved(server_args, "speculative_algorithm")
-        check_draft(args.parsed_config, algorithm, resolved(server_args, "device"))
-        check_flags_with_draft(server_args, algorithm)
-        check_default(args, model_config.num_hidden_layers, what_fixes_rows(server_args))
-        what = what_keeps_all(server_args, model_config) if args.parsed_config.keep_tokens else None
-        if what is not None:
-            refuse(f'--chunk-cache-config: keep_tokens: {what} needs the KV of all tokens; drop "keep_tokens".')
+    check_tokenizer_workers(args, server_args)
+    _check_selector(args)
+    _check_layers(args.parsed_config, model_config.num_hidden_layers)
+    check_draft(server_args, args.parsed_config)
+    check_default(args, model_config.num_hidden_layers, what_fixes_rows(server_args))
+    what = what_keeps_all(server_args, model_config) if args.parsed_config.keep_tokens else None
+    if what is not None:
+        refuse(f'--chunk-cache-config: keep_tokens: {what} needs the KV of all tokens; drop "keep_tokens".')
 
 
 def _tell_of_one_pool(model_config: Any, server_args: Any) -> None:
@@ -279,7 +281,7 @@ def _check_chosen(server_args: Any) -> None:
         )
 
 
-def _check_determinism(server_args: Any, args: ChunkCacheArgs | None) -> None:
+def _check_determinism(server_args: Any, args: ChunkCacheArgs) -> None:
     """Checks that answers do not depend on the batch where that is asked for.
 
     SGLang's promise holds where its own backend attends for every request of every batch. Kernels of ours split the
@@ -296,8 +298,6 @@ def _check_determinism(server_args: Any, args: ChunkCacheArgs | None) -> None:
             f"{flag} turns the radix cache off with the attention backend {backend}, and --chunk-cache stores chunks "
             "there; add --attention-backend triton."
         )
-    if args is None:
-        return
     if args.parsed_config.attention != "runs":
         refuse(f'{flag} needs SGLang\'s attention for every batch; add "attention": "runs" to --chunk-cache-config.')
 
@@ -369,26 +369,6 @@ def check_role(server_args: Any) -> None:
         )
 
 
-def check_draft(config: Config, algorithm: str | None, device: str) -> None:
-    """Checks speculative decoding with a model that drafts.
-
-    Raises:
-        StartRefused: chunks would come without the KV of that model, or nobody has seen it on such a device.
-    """
-    if algorithm in (None, "NGRAM"):
-        return
-    if config.tiers is not None:
-        refuse(
-            f"--speculative-algorithm {algorithm} drafts with a model, whose KV no tier keeps; drop "
-            '"tiers" of --chunk-cache-config, or use NGRAM.'
-        )
-    if device != "cpu" and not config.draft_on_gpu:
-        refuse(
-            f"--speculative-algorithm {algorithm} together with --chunk-cache has been run on a CPU only; add "
-            '"draft_on_gpu": true to --chunk-cache-config to try it, or use NGRAM.'
-        )
-
-
 _NOT_WITH_DRAFT = (
     FlagRule("enable_mixed_chunk", "mixed prefill and decode batches (--enable-mixed-chunk)"),
     FlagRule("enable_return_hidden_states", "returned hidden states (--enable-return-hidden-states)"),
@@ -397,14 +377,26 @@ _NOT_WITH_DRAFT = (
 """What a model that drafts takes otherwise: which rows have hidden states, and how many tokens a request decodes."""
 
 
-def check_flags_with_draft(server_args: Any, algorithm: str | None) -> None:
-    """Checks flags that are served without speculative decoding, or with n-grams.
+def check_draft(server_args: Any, config: Config) -> None:
+    """Checks speculative decoding with a model that drafts.
 
     Raises:
-        StartRefused: one of them is given.
+        StartRefused: chunks would come without the KV of that model, nobody has seen it on such a device, or a flag is
+            given that is served without it only.
     """
+    algorithm = resolved(server_args, "speculative_algorithm")
     if algorithm in (None, "NGRAM"):
         return
+    if config.tiers is not None:
+        refuse(
+            f"--speculative-algorithm {algorithm} drafts with a model, whose KV no tier keeps; drop "
+            '"tiers" of --chunk-cache-config, or use NGRAM.'
+        )
+    if resolved(server_args, "device") != "cpu" and not config.draft_on_gpu:
+        refuse(
+            f"--speculative-algorithm {algorithm} together with --chunk-cache has been run on a CPU only; add "
+            '"draft_on_gpu": true to --chunk-cache-config to try it, or use NGRAM.'
+        )
     words = f" cannot be combined with --chunk-cache and {algorithm}; drop one of them."
     refuse_any(_NOT_WITH_DRAFT, server_args, words)
 

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from chunk_cache.plan.recompute_plan import RecomputePlan
 from sglang_chunk_cache.telemetry.meters import Meters, counter, histogram
-
-if TYPE_CHECKING:
-    from chunk_cache.plan.recompute_plan import RecomputePlan
-
 
 STAGES = {
     "planning": "Seconds in which it was decided what happens to every token of a request.",
@@ -71,36 +66,4 @@ class ChunkMetrics(Meters):
         self.add("tokens", "computed", num=plan.num_computed)
         self.add("tokens", "recomputed", num=plan.num_recomputed)
         if plan.fallback_reason is not None:
-            self.count_fallback(plan.fallback_reason)
-
-    def count_fallback(self, reason: str) -> None:
-        """Counts one request whose plan reuses nothing, or failed after its admission."""
-        self.add("fallbacks", reason)
-
-    def count_not_remembered(self, reason: str) -> None:
-        """Counts one chunk that was computed and lost."""
-        self.add("not_remembered", reason)
-
-    def count_not_packed(self, reason: str) -> None:
-        """Counts one prompt that stayed whole."""
-        self.add("not_packed", reason)
-
-    def count_maintenance(self, kind: str) -> None:
-        """Counts one variant that was ``promoted``, ``prepared`` or ``refreshed``."""
-        self.add("maintenance", kind)
-
-    def count_events(self, kind: str, num: int) -> None:
-        """Counts events of one of `event_log.KINDS` that were published, or that were ``dropped``."""
-        self.add("events", kind, num=num)
-
-    def observe_stage(self, name: str, seconds: float) -> None:
-        """One of `STAGES` took so long."""
-        self.observe(name, seconds)
-
-    def observe_saved(self, seconds: float) -> None:
-        """What reuse spared one request."""
-        self.observe("saved", seconds)
-
-    def count_fused_batch(self, kernel: str) -> None:
-        """Counts one forward that was served by these kernels, ``torch``, ``triton`` or ``flashinfer``."""
-        self.add("fused_batches", kernel)
+            self.add("fallbacks", plan.fallback_reason)

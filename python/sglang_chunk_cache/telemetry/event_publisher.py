@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from typing import TYPE_CHECKING
 
 import zmq
 from sglang.srt.disaggregation.kv_events import ZmqEventPublisher
@@ -16,10 +15,8 @@ from sglang.srt.disaggregation.kv_events import ZmqEventPublisher
 from chunk_cache.events.event_keys import EventKeys
 from chunk_cache.events.event_log import EventLog
 from chunk_cache.events.event_messages import TOPIC, Batch, message_of
-
-if TYPE_CHECKING:
-    from chunk_cache.options.event_config import EventConfig
-    from sglang_chunk_cache.telemetry.chunk_metrics import ChunkMetrics
+from chunk_cache.options.event_config import EventConfig
+from sglang_chunk_cache.telemetry.chunk_metrics import ChunkMetrics
 
 BUFFER_LEN = 10_000
 """Batches that can be asked for again."""
@@ -62,13 +59,9 @@ class EventPublisher:
         if not self.log.has_news:
             return
         if self._publisher._event_queue.full():  # `publish` would wait; nobody else puts, so it does not wait below
-            self._metrics.count_events("dropped", self.log.drop())
+            self._metrics.add("events", "dropped", num=self.log.drop())
             return
         events = self.log.take()
         self._publisher.publish(Batch(time.time(), list(map(message_of, events)), self._dp_rank, self._instance))
         for kind, num in Counter(event.kind for event in events).items():
-            self._metrics.count_events(kind, num)
-
-    def close(self) -> None:
-        """Sends what waits, for a second at most."""
-        self._publisher.shutdown()
+            self._metrics.add("events", kind, num=num)

@@ -14,7 +14,9 @@ _KIND = ("model_name", "method", "partition", "ratios")
 _METERS = {
     **{name: histogram(f"verified_{name}", _TEXTS[name], *_KIND, buckets=edges) for name, edges in MEASURES.items()},
     "verifications": counter(
-        "verifications_total", "Fused replies that were chosen, by what became of each.", "outcome"
+        "verifications_total",
+        "Fused replies that were chosen, by what became of each.",
+        "outcome",
     ),
     "drifts": counter("drifts_total", "Times that KL of a kind of reply changed.", *_KIND),
     "moves": counter("target_moves_total", "Times that the target moved a partition.", "partition"),
@@ -42,21 +44,9 @@ class GateMetrics(Meters):
             if value is not None:
                 self.observe(name, value, *self._labels_of(kind))
 
-    def count_verification(self, outcome: str, num: int = 1) -> None:
-        """One that was `verified`, `given_up` for now, or dropped for a reason of `gate.verification_queue`."""
-        self.add("verifications", outcome, num=num)
-
     def count_drift(self, kind: Kind) -> None:
         """KL of a kind has drifted."""
         self.add("drifts", *self._labels_of(kind))
-
-    def count_move(self, partition: str) -> None:
-        """A partition moved."""
-        self.add("moves", partition)
-
-    def set_step(self, partition: str, step: int) -> None:
-        """Where a partition stands."""
-        self.set("step", step, partition)
 
     def _labels_of(self, kind: Kind) -> tuple[str, ...]:
         return self._model, kind.method, kind.partition, kind.band

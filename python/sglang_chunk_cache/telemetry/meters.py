@@ -47,7 +47,7 @@ class Meters:
     """The metrics of one part of a process, each under the name that it is measured by."""
 
     def __init__(self, meters: Mapping[str, Meter], *, enabled: bool) -> None:
-        self._meters: dict[str, Any] = {}
+        self._meters: dict[str, Any] = dict.fromkeys(meters)  # None: not measured
         if enabled:
             # Imported here: the client reads its multi-process folder, which SGLang sets, when it is first imported.
             import prometheus_client
@@ -58,19 +58,19 @@ class Meters:
 
     def add(self, name: str, *labels: str, num: float = 1) -> None:
         """Adds to a counter."""
-        if self._meters:
-            self._labelled(name, labels).inc(num)
+        if (meter := self._labelled(name, labels)) is not None:
+            meter.inc(num)
 
     def set(self, name: str, value: float, *labels: str) -> None:
         """Sets a gauge."""
-        if self._meters:
-            self._labelled(name, labels).set(value)
+        if (meter := self._labelled(name, labels)) is not None:
+            meter.set(value)
 
     def observe(self, name: str, value: float, *labels: str) -> None:
         """Adds a value to a histogram."""
-        if self._meters:
-            self._labelled(name, labels).observe(value)
+        if (meter := self._labelled(name, labels)) is not None:
+            meter.observe(value)
 
     def _labelled(self, name: str, labels: tuple[str, ...]) -> Any:
         meter = self._meters[name]
-        return meter.labels(*labels) if labels else meter
+        return meter.labels(*labels) if labels and meter is not None else meter

@@ -36,7 +36,7 @@ def note_stage(
 ) -> None:
     """One stage of some requests, from `begin_ns` (since 1970) until now."""
     end_ns = time.time_ns()
-    metrics.observe_stage(name, (end_ns - begin_ns) / 1e9)
+    metrics.observe(name, (end_ns - begin_ns) / 1e9)
     for req in reqs:
         trace = req.time_stats.trace_ctx
         if trace.tracing_enable:

@@ -42,9 +42,6 @@ class TierMetrics(Meters):
         self.add("write_bytes", tier, num=num_bytes)
         self.add("write_seconds", tier, num=seconds)
 
-    def count_eviction(self, tier: str) -> None:
-        self.add("evictions", tier)
-
     def set_size(self, tier: str, num_entries: int, num_bytes: int) -> None:
         self.set("entries", num_entries, tier)
         self.set("bytes", num_bytes, tier)

@@ -15,7 +15,6 @@ what it keeps, which variant is read, and what is written where; here that is ca
     manager       all tiers, for the radix cache and the scheduler
     writer        pool -> tiers; `workers` move the bytes
     loader        tiers -> pool, for requests that wait; `search` asks tiers and reads variants
-    pool_view     what all of them need of the KV pool
 
 A new tier is a medium here, a line of `registry.MEDIA`, a field of `chunk_cache.options.tier_config.TierConfig`, and
 a class in `test/unit/tiers` that inherits `MediumSuite`, which is a part of the contract.

@@ -76,15 +76,12 @@ def make_folder(folder: Path) -> None:
     folder.mkdir(mode=0o700, exist_ok=True)
 
 
-def remove_abandoned(folder: Path) -> int:
-    """Removes what has no writer any more from a folder that `write_whole` writes in; returns how many."""
-    num_removed = 0
+def remove_abandoned(folder: Path) -> None:
+    """Removes what has no writer any more from a folder that `write_whole` writes in."""
     for path in folder.iterdir():
         with suppress(OSError), path.open("rb", buffering=0) as file:
             if _is_abandoned(file):
                 path.unlink()
-                num_removed += 1
-    return num_removed
 
 
 @contextmanager

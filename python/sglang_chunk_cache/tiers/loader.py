@@ -17,10 +17,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from chunk_cache.options.tier_config import TierConfig
 from chunk_cache.tiers.agreement import Verdict, agree
 from chunk_cache.tiers.cost import Estimates, LoadingController, LoadOption, PrefillCost, layers_to_await, load_share
 from chunk_cache.tiers.placing import HOST, Moment
@@ -29,17 +29,14 @@ from chunk_cache.tiers.tier_ledger import EntryId
 from chunk_cache.tiers.variant_search import Expected
 from sglang_chunk_cache.kv.fingerprint import Fingerprint
 from sglang_chunk_cache.kv.layer_stream import LayerStream, run_all
+from sglang_chunk_cache.kv.pool import ChunkPool
+from sglang_chunk_cache.kv.ranks import ReduceMax
 from sglang_chunk_cache.kv.stored_variant import VariantInfo
-from sglang_chunk_cache.tiers.pool_view import Pool
+from sglang_chunk_cache.telemetry.tier_metrics import TierMetrics
 from sglang_chunk_cache.tiers.search import BAD_ENTRY, NOT_STORED, Found, OpenSearch, TierSearch, Wanted
 from sglang_chunk_cache.tiers.tier import Tier
-
-if TYPE_CHECKING:
-    from chunk_cache.options.tier_config import TierConfig
-    from sglang_chunk_cache.kv.ranks import ReduceMax
-    from sglang_chunk_cache.telemetry.tier_metrics import TierMetrics
-    from sglang_chunk_cache.tiers.workers import Workers
-    from sglang_chunk_cache.tiers.writer import TierWriter
+from sglang_chunk_cache.tiers.workers import Workers
+from sglang_chunk_cache.tiers.writer import TierWriter
 
 MAX_STAGED_BYTES = 2 << 30
 """Bytes of chunks for requests that wait; while there are more, no further load is begun."""
@@ -78,7 +75,7 @@ class TierLoader:
         *,
         workers: Workers,
         writer: TierWriter,
-        pool: Pool,
+        pool: ChunkPool,
         metrics: TierMetrics,
         fingerprint: Fingerprint,
         prefill_cost: PrefillCost,

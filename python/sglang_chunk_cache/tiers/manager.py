@@ -1,6 +1,6 @@
 """ChunkTiers: the tiers below the KV pool, as the radix cache and the scheduler see them.
 
-Verbs: `create_tiers` (from the configuration), `note_stored`, `save_victims`, `want`, `poll`, `is_held`, `bring_in`
+Verbs: `note_stored`, `save_victims`, `want`, `poll`, `is_held`, `bring_in`
 (see `writer` and `loader`), `observe`, `stored_lens`, `ask`, `known`, `evict`, `evict_behind`, `flush`,
 `disable` (the model is no longer the one that was started), `stats`, `close`.
 
@@ -21,30 +21,26 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from chunk_cache.index.observer import Observer
+from chunk_cache.index.variant import Variant
+from chunk_cache.options.tier_config import TierConfig
 from chunk_cache.tiers.cost import PrefillCost
+from chunk_cache.tiers.tier_ledger import EntryId
 from sglang_chunk_cache.kv.fingerprint import Fingerprint
+from sglang_chunk_cache.kv.pool import ChunkPool
+from sglang_chunk_cache.kv.ranks import ReduceMax
 from sglang_chunk_cache.kv.stored_variant import EntrySummary, TierError, VariantInfo
 from sglang_chunk_cache.telemetry.tier_metrics import TierMetrics
 from sglang_chunk_cache.tiers.loader import TierLoader
-from sglang_chunk_cache.tiers.pool_view import Pool
-from sglang_chunk_cache.tiers.registry import open_tiers
 from sglang_chunk_cache.tiers.search import Outcome, Wanted
 from sglang_chunk_cache.tiers.tier import Tier
 from sglang_chunk_cache.tiers.workers import Workers
 from sglang_chunk_cache.tiers.worth import decode_worth, encode_worth
 from sglang_chunk_cache.tiers.writer import TierWriter
-
-if TYPE_CHECKING:
-    from chunk_cache.index.observer import Observer
-    from chunk_cache.index.variant import Variant
-    from chunk_cache.options.config import Config
-    from chunk_cache.options.tier_config import TierConfig
-    from chunk_cache.tiers.tier_ledger import EntryId
-    from sglang_chunk_cache.kv.ranks import ReduceMax
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +56,7 @@ class ChunkTiers:
         config: TierConfig,
         tiers: Sequence[Tier],
         *,
-        pool: Pool,
+        pool: ChunkPool,
         metrics: TierMetrics,
         fingerprint: Fingerprint,
         ratio: float,
@@ -277,18 +273,22 @@ class ChunkTiers:
 
     def close(self) -> None:
         """Ends the workers, once what was submitted is done."""
-        self._note_worth()
         self._workers.close()
+        for tier in self._tiers_to_note():
+            _note(tier, encode_worth(tier.ledger))  # here: the workers of a process that ends take nothing more
         for tier in self._tiers:
             tier.medium.close()
 
     def _note_worth(self) -> None:
         """Has what entries are worth kept beside them, where some of them will have to go."""
         self._noted_at = time.monotonic()
-        for tier in self._tiers:
-            is_bounded = tier.ledger.max_bytes is not None
-            if is_bounded and not tier.is_host and self._disabled_reason is None:
-                self._workers.submit(partial(_note, tier, encode_worth(tier.ledger)), lambda _: None, lane="write")
+        for tier in self._tiers_to_note():
+            self._workers.submit(partial(_note, tier, encode_worth(tier.ledger)), lambda _: None, lane="write")
+
+    def _tiers_to_note(self) -> list[Tier]:
+        """Those whose entries are outlived by what they are worth."""
+        bounded = [tier for tier in self._tiers if tier.ledger.max_bytes is not None and not tier.is_host]
+        return bounded if self._disabled_reason is None else []
 
     def _adopt_all(self, found: tuple[Tier, list[EntrySummary], dict[EntryId, float]]) -> None:
         """What a tier holds, in the order in which it would go: what nobody knows anything of is used least."""
@@ -301,40 +301,6 @@ class ChunkTiers:
         )
 
 
-def create_tiers(
-    config: Config,
-    fingerprint: Fingerprint,
-    *,
-    pool: Pool,
-    ratio: float,
-    reduce_max: ReduceMax,
-    prefill_cost: PrefillCost,
-    is_counting: bool,
-) -> ChunkTiers | None:
-    """The tiers of the configuration; None where it names none.
-
-    Args:
-        ratio: the server's.
-        reduce_max, prefill_cost: as for `TierLoader`.
-        is_counting: whether this rank counts for the metrics.
-
-    Raises:
-        TierError, ImportError, ValueError: see `open_tiers`.
-    """
-    if config.tiers is None:
-        return None
-    return ChunkTiers(
-        config.tiers,
-        open_tiers(config, fingerprint),
-        pool=pool,
-        metrics=TierMetrics(enabled=is_counting),
-        fingerprint=fingerprint,
-        ratio=ratio,
-        reduce_max=reduce_max,
-        prefill_cost=prefill_cost,
-    )
-
-
 def _is_behind(keys: set[bytes], info: VariantInfo) -> bool:
     return not keys.isdisjoint(info.context)
 
@@ -342,11 +308,6 @@ def _is_behind(keys: set[bytes], info: VariantInfo) -> bool:
 def _behind(tier: Tier, keys: set[bytes], known: Sequence[bytes]) -> Iterator[EntrySummary]:
     """What a tier holds that was computed behind these chunks, whoever wrote it."""
     return (info.listed for info in tier.medium.scan(known) if _is_behind(keys, info))
-
-
-def _all(tier: Tier) -> Iterator[EntrySummary]:
-    """What a tier holds, whoever wrote it."""
-    return (info.listed for info in tier.medium.scan())
 
 
 def _found(tier: Tier, keys: Sequence[bytes]) -> Iterator[EntrySummary]:
@@ -370,7 +331,9 @@ def _listed(tier: Tier, entries: Callable[[], Iterable[EntrySummary]], problem: 
 
 def _scanned(tier: Tier) -> tuple[Tier, list[EntrySummary], dict[EntryId, float]]:
     """A worker's part: what a tier holds, and what that was worth, as far as it was kept."""
-    _, entries = _listed(tier, partial(_all, tier), f"tier {tier.name} was not searched")
+    _, entries = _listed(
+        tier, lambda: (info.listed for info in tier.medium.scan()), f"tier {tier.name} was not searched"
+    )
     try:
         return tier, entries, decode_worth(tier.medium.read_note(), f"tier {tier.name}")
     except TierError as error:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 
+from chunk_cache.options.config import Config
+from chunk_cache.options.tier_config import DiskConfig, RemoteConfig
 from chunk_cache.tiers.placing import HOST
 from chunk_cache.tiers.tier_ledger import TierLedger
 from sglang_chunk_cache.kv.fingerprint import Fingerprint
@@ -17,10 +19,6 @@ from sglang_chunk_cache.tiers.mooncake import MooncakeMedium
 from sglang_chunk_cache.tiers.redis_medium import RedisMedium
 from sglang_chunk_cache.tiers.throttled import Throttled
 from sglang_chunk_cache.tiers.tier import REMOTE, Tier
-
-if TYPE_CHECKING:
-    from chunk_cache.options.config import Config
-    from chunk_cache.options.tier_config import DiskConfig, RemoteConfig
 
 
 def open_tiers(config: Config, fingerprint: Fingerprint) -> list[Tier]:

@@ -13,20 +13,18 @@ import time
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+from chunk_cache.index.need import Need
 from chunk_cache.index.reusability import use_weight
+from chunk_cache.keys import Partition
 from chunk_cache.tiers.agreement import ABSENT, UNKNOWN, vote_for
 from chunk_cache.tiers.variant_search import NOTHING_HELD, Ask, Held, Read, TierView, VariantSearch
+from sglang_chunk_cache.kv.fingerprint import Fingerprint
 from sglang_chunk_cache.kv.layer_stream import LayerStream
 from sglang_chunk_cache.kv.stored_variant import EntrySummary, StoredVariant, TierError, VariantInfo, host_memory
 from sglang_chunk_cache.tiers.medium import take_skipped
 from sglang_chunk_cache.tiers.tier import Tier
-
-if TYPE_CHECKING:
-    from chunk_cache.index.need import Need
-    from chunk_cache.keys import Partition
-    from sglang_chunk_cache.kv.fingerprint import Fingerprint
 
 logger = logging.getLogger(__name__)
 

@@ -66,11 +66,8 @@ class Workers:
         return order in self._last
 
     def run_done(self) -> None:
-        while True:
-            try:
-                due = self._done.get_nowait()
-            except queue.Empty:
-                return
+        while not self._done.empty():  # nobody else takes from it
+            due = self._done.get()
             self.num_running -= 1
             due()
 

@@ -13,22 +13,19 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
+from chunk_cache.index.variant import Variant
 from chunk_cache.keys import partition_key
+from chunk_cache.options.tier_config import TierConfig
 from chunk_cache.tiers.placing import Known, Moment, Placing, Write, place, targets
+from chunk_cache.tiers.tier_ledger import EntryId
+from sglang_chunk_cache.kv.assembler import HostKV
+from sglang_chunk_cache.kv.fingerprint import Fingerprint
+from sglang_chunk_cache.kv.pool import ChunkPool
 from sglang_chunk_cache.kv.stored_variant import EntrySummary, StoredVariant, TierError, VariantInfo, host_memory
-from sglang_chunk_cache.tiers.pool_view import Pool
+from sglang_chunk_cache.telemetry.tier_metrics import TierMetrics
 from sglang_chunk_cache.tiers.tier import Tier
-
-if TYPE_CHECKING:
-    from chunk_cache.index.variant import Variant
-    from chunk_cache.options.tier_config import TierConfig
-    from chunk_cache.tiers.tier_ledger import EntryId
-    from sglang_chunk_cache.kv.assembler import HostKV
-    from sglang_chunk_cache.kv.fingerprint import Fingerprint
-    from sglang_chunk_cache.telemetry.tier_metrics import TierMetrics
-    from sglang_chunk_cache.tiers.workers import Workers
+from sglang_chunk_cache.tiers.workers import Workers
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +50,7 @@ class TierWriter:
         tiers: Sequence[Tier],
         *,
         workers: Workers,
-        pool: Pool,
+        pool: ChunkPool,
         metrics: TierMetrics,
         fingerprint: Fingerprint,
     ) -> None:
@@ -212,7 +209,7 @@ class TierWriter:
 
     def _drop(self, tier: Tier, entry_id: EntryId) -> None:
         """The ledger has evicted it: down one tier, where chunks go down only then."""
-        self._metrics.count_eviction(tier.name)
+        self._metrics.add("evictions", tier.name)
         if tier.is_host and self._targets(Moment.LEAVES_HOST):
             (info,) = (info for info in tier.medium.find(entry_id.key) if info.name == entry_id.name)
             self.put(tier.medium.read(info), Moment.LEAVES_HOST)

@@ -1,7 +1,7 @@
 """Gate: verifies fused replies while nothing else is to do, keeps what it finds, and moves what the target governs.
 
-Verbs, in the life of a request: `steer` (it came), `admit` (it reuses chunks), `release` (it ends). While idle: `take`,
-then `complete`, `give_up` or `defer`. At any time: `forget` (the weights changed), `stats`.
+Verbs, in the life of a request: `steer` (it came), `admit` (it reuses chunks), `release` (it ends). While idle, of what
+the `queue` gives: `complete` or `give_up`. At any time: `forget` (the weights changed), `stats`.
 
 Promises: alike on all tensor-parallel ranks, which agree on each measure; without `verify_share` there is no gate.
 """
@@ -11,8 +11,8 @@ from __future__ import annotations
 import logging
 from array import array
 from collections import deque
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict
+from typing import Any
 
 import numpy as np
 
@@ -20,14 +20,12 @@ from chunk_cache.gate.controller import TargetController
 from chunk_cache.gate.target import Target, describe
 from chunk_cache.gate.verification_ledger import Kind, Measure, QualityLedger, band_of
 from chunk_cache.gate.verification_queue import Candidate, VerificationQueue
+from chunk_cache.plan.recompute_plan import RecomputePlan
+from sglang_chunk_cache.kv.ranks import ReduceMax
+from sglang_chunk_cache.request.chunk_request import ChunkRequest
 from sglang_chunk_cache.telemetry.gate_metrics import GateMetrics
 from sglang_chunk_cache.verification.measure import ExactAnswer, measure
-
-if TYPE_CHECKING:
-    from chunk_cache.plan.recompute_plan import RecomputePlan
-    from sglang_chunk_cache.kv.ranks import ReduceMax
-    from sglang_chunk_cache.request.chunk_request import ChunkRequest
-    from sglang_chunk_cache.verification.state_file import StateFile
+from sglang_chunk_cache.verification.state_file import StateFile
 
 logger = logging.getLogger(__name__)
 
@@ -37,20 +35,6 @@ MAX_NATS = 1000.0
 """Bound on what is kept, in nats; a token that was impossible to the fused request would be infinitely far."""
 _SCALE = 10**9
 """Scale of the measures that ranks agree on: billionths."""
-
-
-@dataclass(frozen=True)
-class Verified:
-    """One verified reply, as it is shown."""
-
-    number: int
-    rid: str
-    method: str
-    ratio: float
-    partition: str
-    kl: float
-    agreement: float | None
-    nats_lost: float | None
 
 
 class Gate:
@@ -80,7 +64,7 @@ class Gate:
         self._metrics = metrics
         self._reduce_max = reduce_max
         self._file = state_file
-        self._newest: deque[Verified] = deque(maxlen=NUM_NEWEST)
+        self._newest: deque[dict[str, Any]] = deque(maxlen=NUM_NEWEST)
         if state_file is not None:
             state_file.read(self.ledger, self.controller)
 
@@ -92,7 +76,7 @@ class Gate:
             return
         partition = self.ledger.partition_name(state.prompt.partition)
         decision = state.verification.decision = self.controller.decide(partition)
-        self._metrics.set_step(partition, decision.number)
+        self._metrics.set("step", decision.number, partition)
 
     def admit(self, rid: str, prompt: array[int], state: ChunkRequest, plan: RecomputePlan) -> None:
         """A request was admitted that brings chunks in; one with images is not verified, which has token ids only."""
@@ -123,45 +107,33 @@ class Gate:
             lost = "not_fused"
         if lost is not None:
             self.queue.drop(candidate, lost)
-            self._metrics.count_verification(lost)
+            self._metrics.add("verifications", lost)
             return
         assert candidate.first_logits is not None, f"{candidate.rid} has sent an answer, and its first row was not seen"
         dropped = self.queue.finish(candidate, answer)
         if dropped is not None:
-            self._metrics.count_verification(dropped)
+            self._metrics.add("verifications", dropped)
 
     # While idle.
-
-    def has_work(self, num_free: int) -> bool:
-        """Whether there is a next one to verify."""
-        return self.queue.next(num_free) is not None
-
-    def take(self, num_free: int) -> Candidate | None:
-        """The next one to verify, where so many slots of the KV pool are free."""
-        return self.queue.take(num_free)
-
-    def defer(self, candidate: Candidate, num_free: int) -> None:
-        """Puts a candidate back when `num_free` slots of the KV pool were too few."""
-        self.queue.defer(candidate, num_free)
 
     def give_up(self, candidate: Candidate) -> None:
         """A request came before its verification was complete."""
         dropped = self.queue.put_back(candidate)
-        self._metrics.count_verification("given_up")
+        self._metrics.add("verifications", "given_up")
         if dropped is not None:
-            self._metrics.count_verification(dropped)
+            self._metrics.add("verifications", dropped)
 
     def complete(self, candidate: Candidate, exact: ExactAnswer) -> None:
         """Its exact prefill is there."""
         assert candidate.answer is not None
         found = self._agreed(measure(candidate.first_logits, exact, candidate.answer))
         self.queue.complete(candidate)
-        self._metrics.count_verification("verified")
+        self._metrics.add("verifications", "verified")
         partition = self.ledger.partition_name(candidate.partition)
         kind = Kind(candidate.method, partition, band_of(candidate.ratio))
         self._metrics.observe_reply(kind, found)
-        shown = (candidate.number, candidate.rid, candidate.method, candidate.ratio, partition)
-        self._newest.append(Verified(*shown, **asdict(found)))
+        shown = {name: getattr(candidate, name) for name in ("number", "rid", "method", "ratio")}
+        self._newest.append({**shown, "partition": partition, **asdict(found)})
         drift = self.ledger.add(kind, found)
         if drift is not None:
             self._metrics.count_drift(kind)
@@ -169,7 +141,7 @@ class Gate:
         if self.controller is not None and candidate.step is not None:
             move = self.controller.observe(partition, candidate.step, found.kl)
             if move is not None:
-                self._metrics.count_move(partition)
+                self._metrics.add("moves", partition)
                 logger.warning("Chunk cache: the target moves %s", move)
         self.save()
 
@@ -188,7 +160,7 @@ class Gate:
         """The weights were changed: what is known belongs to others, and so do the replies that wait."""
         waiting = len(self.queue)
         self.queue.drop_all("weights")
-        self._metrics.count_verification("weights", waiting)
+        self._metrics.add("verifications", "weights", num=waiting)
         self.ledger = QualityLedger()
         self._newest.clear()
         if self.controller is not None:
@@ -208,16 +180,8 @@ class Gate:
             "share": self.queue.share,
             "requests": self.queue.stats(),
             "quality": self.ledger.rows(),
-            "newest": [asdict(one) for one in self._newest],
+            "newest": list(self._newest),
         }
         if self.controller is not None:
             found["target"] = {**describe(self.controller.target), "partitions": self.controller.states()}
         return found
-
-    def check_integrity(self) -> None:
-        """Counts from scratch.
-
-        Raises:
-            AssertionError: a request was lost, or counted twice.
-        """
-        self.queue.check_integrity()

@@ -15,7 +15,8 @@ from chunk_cache.advice import ADVICE, Level
 from chunk_cache.types import REASONS, Status
 from sglang_chunk_cache.telemetry.chunk_metrics import ChunkMetrics
 from sglang_chunk_cache.telemetry.gate_metrics import GateMetrics
-from sglang_chunk_cache.telemetry.selector_metrics import SelectorMetrics
+from sglang_chunk_cache.telemetry.meters import Meters
+from sglang_chunk_cache.telemetry.selector_metrics import SELECTOR_METERS
 from sglang_chunk_cache.telemetry.tier_metrics import TierMetrics
 
 FOLDER = Path(__file__).resolve().parents[3] / "docs" / "grafana"
@@ -33,7 +34,7 @@ def labels_of() -> dict[str, set[str]]:
     before = set(REGISTRY._collector_to_names)
     ChunkMetrics(enabled=True)
     TierMetrics(enabled=True)
-    SelectorMetrics(enabled=True)
+    Meters(SELECTOR_METERS, enabled=True)
     GateMetrics(enabled=True, model="m")
     ours = {one: names for one, names in REGISTRY._collector_to_names.items() if one not in before}
     found = {}

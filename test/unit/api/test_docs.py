@@ -30,7 +30,8 @@ from sglang_chunk_cache.kv.stored_variant import TIER_REASONS
 from sglang_chunk_cache.start import model_refusals, refusals
 from sglang_chunk_cache.telemetry.chunk_metrics import ChunkMetrics
 from sglang_chunk_cache.telemetry.gate_metrics import GateMetrics
-from sglang_chunk_cache.telemetry.selector_metrics import SelectorMetrics
+from sglang_chunk_cache.telemetry.meters import Meters
+from sglang_chunk_cache.telemetry.selector_metrics import SELECTOR_METERS
 from sglang_chunk_cache.telemetry.tier_metrics import TierMetrics
 from tiny_models import KINDS, architecture_of
 
@@ -86,7 +87,7 @@ def test_metrics_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(prometheus_client, kind, lambda name, *_, **__: names.append(name))
     ChunkMetrics(enabled=True)
     TierMetrics(enabled=True)
-    SelectorMetrics(enabled=True)
+    Meters(SELECTOR_METERS, enabled=True)
     GateMetrics(enabled=True, model="")
     assert len(names) > 15
     assert not [name for name in names if name.removeprefix("sglang:chunk_cache_tier") not in DOCS]

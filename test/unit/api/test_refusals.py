@@ -14,7 +14,7 @@ from sglang.srt.server_args import ServerArgs
 
 from chunk_cache.options.config import parse_config
 from sglang_chunk_cache.api.capabilities import check_default, what_fixes_rows, what_keeps_all
-from sglang_chunk_cache.flags.server_args import ChunkCacheArgs, StartRefused
+from sglang_chunk_cache.flags.server_args import ChunkCacheArgs, StartRefused, attach
 from sglang_chunk_cache.plugin import engine
 from sglang_chunk_cache.start import refusals
 from sglang_chunk_cache.start.dp_attention_refusals import check_dp_attention
@@ -107,6 +107,11 @@ def test_staging_buffers_are_refused(monkeypatch):
         refusals.check_flags(ServerArgs(model_path="none", disaggregation_mode="prefill"))
 
 
+def check_draft(config, algorithm: str, device: str, **flags) -> None:
+    args = ServerArgs(model_path="none", speculative_algorithm=algorithm, device=device, **flags)
+    refusals.check_draft(args, config)
+
+
 @pytest.mark.parametrize("backend", refusals.ATTENTION_BACKENDS)
 def test_supported_attention_backends(backend):
     refusals.check_flags(ServerArgs(model_path="none", attention_backend=backend))
@@ -117,8 +122,8 @@ def test_supported_attention_backends(backend):
 @pytest.mark.parametrize("algorithm", refusals.SPECULATIVE_ALGORITHMS)
 def test_supported_speculative_algorithms(algorithm):
     refusals.check_flags(ServerArgs(model_path="none", speculative_algorithm=algorithm))
-    refusals.check_draft(parse_config({"draft_on_gpu": True}), algorithm, "cuda")
-    refusals.check_draft(parse_config({}), algorithm, "cpu")
+    check_draft(parse_config({"draft_on_gpu": True}), algorithm, "cuda")
+    check_draft(parse_config({}), algorithm, "cpu")
 
 
 def test_a_model_with_states_loads_no_layer_before_the_others(monkeypatch, tmp_path):
@@ -143,10 +148,10 @@ def test_what_is_passed_from_passage_to_passage_keeps_its_digits(monkeypatch):
 def test_a_draft_has_no_tiers_and_no_gpu_has_seen_it(algorithm, tmp_path):
     tiers = parse_config({"tiers": {"disk": {"path": str(tmp_path), "max_bytes": "1GB"}}})
     with pytest.raises(StartRefused, match=rf'{algorithm} drafts with a model, .* drop "tiers".*or use NGRAM'):
-        refusals.check_draft(tiers, algorithm, "cpu")
+        check_draft(tiers, algorithm, "cpu")
     with pytest.raises(StartRefused, match=rf'{algorithm} .* on a CPU only; add "draft_on_gpu": true'):
-        refusals.check_draft(parse_config({}), algorithm, "cuda")
-    refusals.check_draft(tiers, "NGRAM", "cuda")
+        check_draft(parse_config({}), algorithm, "cuda")
+    check_draft(tiers, "NGRAM", "cuda")
 
 
 @pytest.mark.parametrize(
@@ -181,10 +186,9 @@ def test_what_several_tokenizer_workers_cannot_have():
     [("enable_mixed_chunk", True), ("enable_return_hidden_states", True), ("return_hidden_states_mode", "last")],
 )
 def test_flags_that_a_draft_does_not_follow(flag, value):
-    args = ServerArgs(model_path="none", **{flag: value})
-    refusals.check_flags_with_draft(args, "NGRAM")
+    check_draft(parse_config({}), "NGRAM", "cpu", **{flag: value})
     with pytest.raises(StartRefused, match=f"--{flag.replace('_', '-')}. cannot be combined with .* and EAGLE; drop"):
-        refusals.check_flags_with_draft(args, "EAGLE")
+        check_draft(parse_config({}), "EAGLE", "cpu", **{flag: value})
 
 
 @pytest.mark.parametrize("algorithm", ["EAGLE", "eagle3"])
@@ -262,6 +266,7 @@ def test_the_start_says_what_one_kv_pool_costs(tmp_path, caplog):
     kinds = {"layer_types": ["sliding_attention"] * 3 + ["full_attention"]}
     (tmp_path / "config.json").write_text(json.dumps({**config, **heads, **kinds}))
     args = ServerArgs(model_path=str(tmp_path), skip_tokenizer_init=True, swa_full_tokens_ratio=0.5)
+    attach(args, ChunkCacheArgs())
     with caplog.at_level("INFO"):
         refusals.check_resolved(args)
     assert "holds 62 % of the tokens of SGLang's two pools (--swa-full-tokens-ratio 0.5)" in caplog.text
@@ -275,7 +280,9 @@ def test_a_model_that_only_says_that_it_has_windows_starts(tmp_path):
     sizes = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4, "hidden_size": 64}
     names = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "is_hybrid_swa": True}
     (tmp_path / "config.json").write_text(json.dumps({**names, **sizes}))
-    refusals.check_resolved(ServerArgs(model_path=str(tmp_path), skip_tokenizer_init=True))
+    args = ServerArgs(model_path=str(tmp_path), skip_tokenizer_init=True)
+    attach(args, ChunkCacheArgs())
+    refusals.check_resolved(args)
 
 
 @pytest.mark.parametrize(("name", "value", "word"), FLAGS, ids=[name for name, _, _ in FLAGS])

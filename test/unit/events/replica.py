@@ -41,7 +41,7 @@ class Replica:
         self.events.publish()
 
     def stop(self) -> None:
-        self.events.close()
+        self.events._publisher.shutdown()
 
     def store(self, numbers: Iterable[int], tier: str = POOL, partition: Partition = NOBODY, name: str = "n") -> None:
         for number in numbers:

@@ -108,8 +108,9 @@ class Counted(ChunkMetrics):
         super().__init__(enabled=False)
         self.events = dict.fromkeys((*KINDS, "dropped"), 0)
 
-    def count_events(self, kind: str, num: int = 1) -> None:
-        self.events[kind] += num
+    def add(self, name: str, *labels: str, num: float = 1) -> None:
+        assert name == "events"
+        self.events[labels[0]] += int(num)
 
 
 def test_a_full_queue_drops_counts_and_tells_anew(tmp_path: Path, monkeypatch, listen) -> None:

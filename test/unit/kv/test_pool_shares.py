@@ -42,7 +42,7 @@ class Tree:
             store=self.store,
             manager=manager,
             pool=SimpleNamespace(flush=lambda: None),
-            admin=SimpleNamespace(before_eviction=lambda: None),
+            admin=SimpleNamespace(pins=SimpleNamespace(renew=lambda: None)),
             tiers=None,
             landings=None,
         )

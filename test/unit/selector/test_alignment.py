@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_chunk_cache.selector.alignment import Tokens, best_of_overlap, decode, share_by_overlap, tokens_of
+from chunk_cache_tools.train_selector.train_selector_command import share_by_overlap
+from sglang_chunk_cache.selector.alignment import Tokens, best_of_overlap, decode, tokens_of
 from tiny_models import make_tokenizer
 from unit.selector.conftest import TEXT, other_tokenizer
 

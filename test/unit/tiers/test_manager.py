@@ -19,8 +19,10 @@ from chunk_cache.options.config import parse_config
 from chunk_cache.tiers.cost import PrefillCost
 from sglang_chunk_cache.host.weight_updater import ChunkWeightUpdater
 from sglang_chunk_cache.kv.ranks import max_over_ranks, of_one_rank
+from sglang_chunk_cache.telemetry.tier_metrics import TierMetrics
 from sglang_chunk_cache.tiers.disk import DiskMedium
-from sglang_chunk_cache.tiers.manager import ChunkTiers, create_tiers
+from sglang_chunk_cache.tiers.manager import ChunkTiers
+from sglang_chunk_cache.tiers.registry import open_tiers
 from sglang_signatures import overrides
 from unit.tiers.medium_suite import FINGERPRINT
 from unit.tiers.tier_harness import LENGTH, PATIENCE_S, SIZE, DictPool, search, stored, variant, wanted
@@ -35,16 +37,17 @@ def open_chunk_tiers(tmp_path: Path) -> Iterator[Callable[..., ChunkTiers]]:
 
         def opened(folder: str = "disk", *, reduce_max: Any = of_one_rank, **tiers: Any) -> ChunkTiers:
             config = parse_config({"tiers": {"disk": {"path": str(tmp_path / folder)}, "controller": False, **tiers}})
-            chunk_tiers = create_tiers(
-                config,
-                FINGERPRINT,
-                pool=DictPool(),
+            assert config.tiers is not None
+            chunk_tiers = ChunkTiers(
+                config.tiers,
+                open_tiers(config, FINGERPRINT),
+                pool=DictPool(),  # type: ignore[arg-type]
+                metrics=TierMetrics(enabled=False),
+                fingerprint=FINGERPRINT,
                 ratio=0.15,
                 reduce_max=reduce_max,
                 prefill_cost=PrefillCost(),
-                is_counting=False,
             )
-            assert chunk_tiers is not None
             return stack.enter_context(closing(chunk_tiers))
 
         yield opened
@@ -318,8 +321,7 @@ def test_what_was_used_often_is_worth_as_much_after_a_restart(
     ledger.touch(order[1], 2.5)
     ledger.touch(order[0])
     expected = [(entry_id, ledger.frequency_of(entry_id)) for entry_id in ledger]
-    first._note_worth()  # as when it is closed
-    idle(first)
+    first.close()
     disk.write(stored(variant(4)))
     second = open_chunk_tiers(**bounded)
     idle(second)

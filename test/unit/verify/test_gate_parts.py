@@ -57,7 +57,7 @@ def serve(gate: Gate, fused: torch.Tensor) -> Candidate:
     assert one.verification.candidate is not None
     one.verification.candidate.first_logits = fused
     gate.release(one, array("q", [7]), None)
-    candidate = gate.take(10**6)
+    candidate = gate.queue.take(10**6)
     assert candidate is not None
     return candidate
 

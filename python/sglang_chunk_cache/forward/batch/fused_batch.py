@@ -33,6 +33,7 @@ from sglang_chunk_cache.forward.forward import Part
 from sglang_chunk_cache.forward.positions import stand_at
 from sglang_chunk_cache.forward.rows import FusedRows
 from sglang_chunk_cache.forward.runs import BackendRuns, Runs, StockServedRequests
+from sglang_chunk_cache.forward.state_forward import StateForward
 from sglang_chunk_cache.kv.layer_kv import is_latent
 from sglang_chunk_cache.kv.model_layers import ModelLayers
 
@@ -41,7 +42,6 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.model_executor.model_runner import ModelRunner
 
-    from sglang_chunk_cache.forward.state_forward import StateForward
 
 Observe = Callable[["ScheduleBatch", Sequence[int], int | None], tuple[Observer, ...]]
 """Who looks on in a batch, given where each request begins, and where its rows end; None = where its extend does."""
