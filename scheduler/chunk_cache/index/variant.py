@@ -165,6 +165,7 @@ class Variant:
     """Computed ahead of time, for any prompt: behind filler, or behind the KV of similar chunks (FusionRAG eq. 10)."""
     system: bytes = b""
     """Marks of the system prompt in front of all of them (`chunk_cache.index.system_prompt`)."""
+    _name: str = field(default="", init=False, repr=False)  # once it is asked for
 
     @property
     def home(self) -> Home:
@@ -188,7 +189,9 @@ class Variant:
     @property
     def name(self) -> str:
         """See `variant_name`."""
-        return variant_name(self.start, self.generation, self.is_prepared, self.system, self.context)
+        if not self._name:
+            self._name = variant_name(self.start, self.generation, self.is_prepared, self.system, self.context)
+        return self._name
 
     @property
     def kind(self) -> str:
