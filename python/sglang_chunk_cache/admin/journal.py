@@ -57,15 +57,22 @@ class Journal:
             partition: its name, which tells nothing of a client's salt.
             saved_s: seconds of prefill that reuse was estimated to spare it; None = too few forwards were timed.
         """
-        plan, reply, rid = reported.plan, reply_of(state, reported), rid[:MAX_ID_LEN]
+        plan, reply = reported.plan, reply_of(state, reported)
         at = self._now()
         minute = int(at // 60) * 60
         if not self._minutes or self._minutes[-1]["at"] != minute:
             self._minutes.append({"at": minute, **dict.fromkeys(SUMS, 0)})
-        numbers = (plan.prefix_len, plan.num_reused - plan.num_recomputed, plan.num_recomputed, plan.num_computed)
-        for sums in (self._totals, self._minutes[-1]):
-            for name, number in zip(SUMS, (1, *numbers, saved_s is not None, saved_s or 0.0), strict=True):
-                sums[name] += number
+        numbers = {
+            "requests": 1,
+            "prefix": plan.prefix_len,
+            "reused": plan.num_reused - plan.num_recomputed,
+            "recomputed": plan.num_recomputed,
+            "computed": plan.num_computed,
+            "estimated": int(saved_s is not None),
+            "saved_s": saved_s or 0.0,
+        }
+        self._totals = _added(numbers, self._totals)
+        self._minutes[-1] |= _added(numbers, self._minutes[-1])
         for chunk, key in zip(reply["chunks"], state.prompt.keys, strict=True):
             chunk["key"] = key.hex()
             if "id" in chunk:
@@ -74,7 +81,7 @@ class Journal:
         self._requests.append(
             {
                 "at": at,
-                "id": rid,
+                "id": rid[:MAX_ID_LEN],
                 "partition": partition,
                 "saved_s": saved_s,
                 **reply,
@@ -100,7 +107,7 @@ class Journal:
         """Plain JSON values: `totals` since `since`, `minutes` from old to new, `requests` from new to old."""
         return {
             "since": self._since,
-            "totals": dict(self._totals),
+            "totals": self._totals,
             "minutes": [dict(minute) for minute in self._minutes],
             "requests": list(reversed(self._requests)),
         }

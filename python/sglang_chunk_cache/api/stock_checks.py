@@ -18,7 +18,7 @@ from sglang.srt.managers.io_struct import SessionParams
 from sglang.srt.runtime_context import get_observability
 from sglang.srt.utils.msgpack_utils import dec_hook, enc_hook, ext_hook
 
-from chunk_cache.errors import one_line, request_error, show
+from chunk_cache.errors import known_names, one_line, request_error, show
 from chunk_cache.prompt.chunk_cache_fields import KEY
 
 
@@ -130,18 +130,15 @@ def _check_labels(labels: object) -> None:
 
 def _check_session(session_params: object) -> None:
     """Checks names and types of the fields of a turn of a session: others end a stock server, or are its 500."""
-    if isinstance(session_params, Mapping) and session_params:
+    types = {field.name: field.type for field in msgspec.structs.fields(SessionParams)}
+    for name, value in session_params.items() if isinstance(session_params, Mapping) else ():
+        if name not in types:
+            raise request_error("session_params", f"unknown field {show(name)}", known_names(name, types, "fields"))
         try:
-            SessionParams(**session_params)
-        except TypeError as error:
-            remedy = f"known fields: {', '.join(SessionParams.__struct_fields__)}"
-            raise request_error("session_params", one_line(error), remedy) from None
-        for field in msgspec.structs.fields(SessionParams):
-            try:
-                msgspec.convert(session_params.get(field.name, field.default), field.type)
-            except msgspec.ValidationError as error:
-                remedy = "give such a value, or leave the field out"
-                raise request_error(f"session_params.{field.name}", one_line(error), remedy) from None
+            msgspec.convert(value, types[name])
+        except msgspec.ValidationError as error:
+            remedy = "give such a value, or leave the field out"
+            raise request_error(f"session_params.{name}", one_line(error), remedy) from None
 
 
 def _check_embeds(obj: Any) -> None:

@@ -20,12 +20,7 @@ from typing import Any, NoReturn
 
 from chunk_cache.options.config import Config
 from chunk_cache.options.event_config import port_problem
-from sglang_chunk_cache.api.capabilities import (
-    check_default,
-    divides_attention,
-    what_fixes_rows,
-    what_keeps_all,
-)
+from sglang_chunk_cache.api.capabilities import check_default, divides_attention, what_fixes_rows, what_keeps_all
 from sglang_chunk_cache.flags.server_args import ChunkCacheArgs, attached, change, refuse
 from sglang_chunk_cache.kv.state_models import has_states
 from sglang_chunk_cache.start.dp_attention_refusals import check_dp_attention

@@ -14,9 +14,7 @@ _KIND = ("model_name", "method", "partition", "ratios")
 _METERS = {
     **{name: histogram(f"verified_{name}", _TEXTS[name], *_KIND, buckets=edges) for name, edges in MEASURES.items()},
     "verifications": counter(
-        "verifications_total",
-        "Fused replies that were chosen, by what became of each.",
-        "outcome",
+        "verifications_total", "Fused replies that were chosen, by what became of each.", "outcome"
     ),
     "drifts": counter("drifts_total", "Times that KL of a kind of reply changed.", *_KIND),
     "moves": counter("target_moves_total", "Times that the target moved a partition.", "partition"),

@@ -286,7 +286,7 @@ class ChunkTiers:
             self._workers.submit(partial(_note, tier, encode_worth(tier.ledger)), lambda _: None, lane="write")
 
     def _tiers_to_note(self) -> list[Tier]:
-        """Those whose entries are outlived by what they are worth."""
+        """Those that outlive this process and are too small for all: what is worth least will have to go."""
         bounded = [tier for tier in self._tiers if tier.ledger.max_bytes is not None and not tier.is_host]
         return bounded if self._disabled_reason is None else []
 
