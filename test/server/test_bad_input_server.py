@@ -340,6 +340,7 @@ KILLERS: dict[str, tuple[dict[str, Any], str]] = {
     "hidden states as a list": ({"return_hidden_states": []}, "return_hidden_states: a list for one prompt"),
     "embeddings as a list": ({"positional_embed_overrides": []}, "positional_embed_overrides: [] is no"),
     "an adapter's id": ({"lora_id": []}, "lora_id: only the server sets it"),
+    "a session's id as a list": ({"session_params": {"id": ["s"]}}, "session_params.id: Expected"),
 }
 """What ends a stock server, or did."""
 

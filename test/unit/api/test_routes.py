@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from chunk_cache.options.request_options import MAX_CHUNKS, loads
-from sglang_chunk_cache.api import stock_checks
 from sglang_chunk_cache.flags.server_args import ChunkCacheArgs, attach, attached
+from unit.api.client_bodies import chat
 
 SEP = "<|chunk|>"
 REPLY = {"prefix_tokens": 1, "reused_tokens": 5, "computed_tokens": 3, "recomputed_tokens": 2, "chunks": []}
@@ -236,61 +235,6 @@ def test_empty_text_behind_a_bos_is_served(service, seen):
     assert service.post("/generate", {"text": ""}).status_code == 200
 
 
-ODD_PARAMS = [
-    {"stop_regex": "("},
-    {"stop_regex": ["a", "*"]},
-    {"stop_regex": 3},
-    {"stop": [3]},
-    {"stop": {"a": 1}},
-    {"stop_token_ids": ["a"]},
-    {"stop_token_ids": 5},
-    {"logit_bias": {"a": 1}},
-    {"logit_bias": {"1": "x"}},
-    {"logit_bias": [1]},
-    {"temperature": "hot"},
-    {"temperature": [1]},
-    {"top_p": {}},
-    {"top_k": "all"},
-    {"max_new_tokens": "5"},
-    {"max_new_tokens": 1.5},
-    {"min_new_tokens": []},
-    {"json_schema": {"type": "object"}},
-    {"regex": ["a"]},
-    {"ebnf": 1},
-    {"structural_tag": {"a": 1}},
-    {"sampling_seed": 2**64},
-    {"ignore_eos": "yes"},
-    {"repetition_penalty": "x"},
-    {"frequency_penalty": "x"},
-    {"stream_interval": "x"},
-    {"no_such_parameter": 1},
-]
-
-
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("odd", ODD_PARAMS, ids=str)
-def test_sampling_parameters_that_stock_cannot_use(service, seen, odd, stream):
-    (name,) = odd
-    body = {"text": "a", "sampling_params": {"max_new_tokens": 3, **odd}, "stream": stream}
-    response = service.post("/generate", body)
-    assert response.status_code == 400, response.text
-    # SGLang's own reader of bodies is in front of some.
-    assert name in response.text or "invalid type" in response.text
-    assert seen == []
-    response = service.post("/generate", {"text": ["a", "b"], "sampling_params": [{}, odd], "stream": stream})
-    assert response.status_code == 400, response.text
-
-
-@pytest.mark.parametrize("route", ["/v1/completions", "/v1/chat/completions"])
-def test_a_pattern_that_is_none(service, seen, route):
-    body = {"model": "m", "prompt": "a", "messages": [{"role": "user", "content": "a"}], "stop_regex": "("}
-    for stream in (False, True):
-        response = service.post(route, {**body, "stream": stream})
-        assert response.status_code == 400, response.text
-        assert "stop_regex: '(' cannot be used: missing ), unterminated subpattern" in response.text
-    assert seen == []
-
-
 def test_turn_without_tokens_is_left_to_sglang(service, seen):
     body = {"input_ids": [], "sampling_params": {"max_new_tokens": 3}}
     assert service.post("/generate", {**body, "session_params": {"id": "s", "rid": "r"}}).status_code == 200
@@ -493,15 +437,6 @@ def test_plain_openai_replies_have_no_sglext(service, seen):
     assert all("sglext" not in event for event in events)
 
 
-def chat(*messages: tuple[str, Any], **more: Any) -> dict[str, Any]:
-    return {
-        "model": "m",
-        "max_tokens": 3,
-        "messages": [{"role": role, "content": content} for role, content in messages],
-        **more,
-    }
-
-
 def test_chat(service, seen):
     body = chat(("system", "Be brief."), ("user", marked("Read. ", "the rose ", "the tale ")))
     response = service.post("/v1/chat/completions", body).json()
@@ -667,52 +602,6 @@ def test_chunks_are_named_in_one_way(service, seen, chunk_ids):
     assert not seen
     body = {"model": "m", "prompt": "Who?", "chunk_cache": {**options, "chunk_ids": []}}
     assert service.post("/v1/completions", body).status_code == 200
-
-
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(
-    ("body", "message"),
-    [
-        ({"sampling_params": {"n": None}}, "sampling_params.n: null is not a number; "),
-        ({"text": ["a", "b"], "sampling_params": [{}, {"n": None}]}, "sampling_params[1].n: null is not a number; "),
-        ({"positional_embed_overrides": "x"}, "positional_embed_overrides: 'x' is no PositionalEmbeds; leave it out"),
-        ({"positional_embed_overrides": [{}]}, "positional_embed_overrides: [{}] is no PositionalEmbeds; leave it out"),
-        ({"text": ["a", "b"], "return_logprob": [True]}, "return_logprob: a list of 1 for 2 prompts; "),
-        ({"text": ["a", "b"], "logprob_start_len": [0]}, "logprob_start_len: a list of 1 for 2 prompts; "),
-        ({"text": None, "input_ids": [[5], [6]], "top_logprobs_num": []}, "top_logprobs_num: a list of 0 for 2 "),
-        ({"text": ["a", "b"], "token_ids_logprob": [[1]]}, "token_ids_logprob: a list of 1 for 2 prompts; "),
-        ({"text": ["a", "b"], "lora_path": ["x"]}, "lora_path: a list of 1 for 2 prompts; "),
-        ({"text": ["a", "b"], "bootstrap_room": []}, "bootstrap_room: a list of 0 for 2 prompts; "),
-        ({"text": ["a", "b"], "modalities": ["image"]}, "modalities: a list of 1 for 2 prompts; "),
-        ({"rid": ["a"]}, "rid: a list for one prompt that is no list; "),
-        ({"return_hidden_states": []}, "return_hidden_states: a list for one prompt that is no list; "),
-        ({"positional_embed_overrides": []}, "positional_embed_overrides: [] is no PositionalEmbeds; "),
-        ({"lora_id": "b"}, "lora_id: only the server sets it; name the adapter in lora_path"),
-        ({"lora_id": []}, "lora_id: only the server sets it; "),
-        ({"sampling_params": {"top_k": 2**31}}, "sampling_params.top_k: 2147483648 cannot be used: it must be below "),
-        ({"session_params": {"name": "s"}}, "session_params: "),
-        ({"session_params": {"id": ["s"]}}, "session_params.id: "),
-        ({"session_params": {"id": "s", "rid": {}}}, "session_params.rid: "),
-        ({"session_params": {"id": "s", "offset": 1.5}}, "session_params.offset: "),
-        ({"session_params": {"id": "s", "replace": "x"}}, "session_params.replace: "),
-    ],
-    ids=str,
-)
-def test_what_is_a_500_of_stock(service, seen, body, message, stream):
-    response = service.post("/generate", {"text": "a", **body, "return_logprob": True, **body, "stream": stream})
-    assert response.status_code == 400, response.text
-    assert message in response.text
-    assert not seen
-
-
-@pytest.mark.parametrize(("has_metrics", "status"), [(True, 400), (False, 200)])
-def test_labels_of_metrics_that_nobody_allowed(service, seen, monkeypatch, has_metrics, status):
-    flags = SimpleNamespace(enable_metrics=has_metrics, tokenizer_metrics_allowed_custom_labels=["team"])
-    monkeypatch.setattr(stock_checks, "get_observability", lambda: flags)
-    assert service.post("/generate", {"text": "a", "custom_labels": {"team": "b"}}).status_code == 200
-    response = service.post("/generate", {"text": "a", "custom_labels": {"a": "b"}})
-    assert response.status_code == status, response.text
-    assert ("custom_labels.a: the server has no such label; " in response.text) == has_metrics
 
 
 @pytest.mark.parametrize("form", [True, "x", [1], 5, 1.5])
