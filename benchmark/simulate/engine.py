@@ -35,7 +35,7 @@ from chunk_cache.actions import Forgo, Keep
 from chunk_cache.index.chunk_statistics import ChunkStatistics
 from chunk_cache.index.system_prompt import marks_of, piece_starts
 from chunk_cache.index.variant import Home, NodeHome, PathHome, PathTokens, Variant
-from chunk_cache.keys import Partition, chunk_key, partition_key
+from chunk_cache.keys import Partition, chunk_key
 from chunk_cache.manager import ChunkManager
 from chunk_cache.options.request_options import RequestOptions
 from chunk_cache.plan.chunk_plan import ChunkPlan
@@ -326,7 +326,7 @@ class Layout:
 
     @property
     def owner(self) -> bytes:
-        return partition_key(self.partition)
+        return self.partition.key
 
     def home(self, length: int) -> NodeHome:
         """A new one for a chunk of this prompt."""

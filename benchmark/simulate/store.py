@@ -116,7 +116,7 @@ class Pool:
         self.version = 0
         """A number that changes whenever an answer of `resolve` may have changed."""
         self.shares = Shares(capacity, share)
-        """Tokens of each partition, by its `partition_key`."""
+        """Tokens of each partition, by its `Partition.key`."""
         self._roots: dict[bytes, Node] = {}
         self._nodes: dict[int, Node] = {}  # variant id -> its node
         self._heaps: dict[bytes, list[tuple[Score, int, Node]]] = {}

@@ -23,7 +23,7 @@ import zmq
 
 from chunk_cache.events.event_keys import EventKeys
 from chunk_cache.events.event_messages import END_SEQ, MEDIA, TOPIC, AllBlocksCleared, Batch, BlockStored, read_batch
-from chunk_cache.keys import Partition, chunk_key, partition_key
+from chunk_cache.keys import Partition, chunk_key
 
 logger = logging.getLogger(__name__)
 
@@ -100,7 +100,7 @@ class Holders:
             partition: of the request: its `extra_key` and `cache_salt`.
             tiers: that count, of `pool`, `host`, `disk`, `remote`.
         """
-        tenant = partition_key(partition)
+        tenant = partition.key
         hashes = {self._keys.chunk(tenant, self._key(chunk, partition)) for chunk in chunks}
         places = frozenset(_PLACES.index(MEDIA[tier]) for tier in tiers)
         with self._changed:

@@ -1,8 +1,8 @@
 """Chunk keys: equal keys mean equal tokens in the same partition.
 
-`chunk_key` names one chunk, `chunk_keys` those of a prompt, `partition_key` and `partition_name` a tenant. A chunk's
-key is content only: where it stands, and what it was computed behind, belongs to the variant. Tenants never share a
-key, because the partition is hashed in front.
+`chunk_key` names one chunk, `chunk_keys` those of a prompt, a `Partition` a tenant. A chunk's key is content only:
+where it stands, and what it was computed behind, belongs to the variant. Tenants never share a key, because the
+partition is hashed in front.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import hashlib
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -29,7 +29,7 @@ _PERSON = b"chunk-cache-1"  # separates our keys from any other use of the hash;
 TokenIds: TypeAlias = "array[int] | Sequence[int] | npt.NDArray[np.integer[Any]]"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Partition:
     """Who may share chunks: the fields by which the radix tree is partitioned.
 
@@ -39,16 +39,15 @@ class Partition:
     extra_key: str | None = None
     cache_salt: str | None = None
 
+    @cached_property
+    def key(self) -> bytes:
+        """`KEY_LEN` bytes that stand for it where it is counted, or leaves the process."""
+        return chunk_key(self, ())
 
-def partition_name(partition: Partition) -> str:
-    """`default`, or a digest: for eyes that must not see a client's salt."""
-    return name_of_partition(partition_key(partition))
-
-
-@lru_cache(maxsize=1024)
-def partition_key(partition: Partition) -> bytes:
-    """`KEY_LEN` bytes that stand for a partition where it is counted, or leaves the process."""
-    return chunk_key(partition, ())
+    @property
+    def name(self) -> str:
+        """`default`, or a digest: for eyes that must not see a client's salt."""
+        return name_of_partition(self.key)
 
 
 def name_of_partition(key: bytes) -> str:
@@ -68,7 +67,7 @@ def chunk_key(partition: Partition, token_ids: TokenIds) -> bytes:
     Raises:
         TypeError: a token is not an integer.
     """
-    state = _partition_state(partition).copy()
+    state = _partition_state(partition)
     state.update(int64_buffer(token_ids))
     return state.digest()
 
@@ -100,9 +99,8 @@ def text_names(pieces: Iterable[bytes]) -> frozenset[bytes]:
     return frozenset(piece[KEY_LEN:] for piece in pieces if len(piece) > KEY_LEN)
 
 
-@lru_cache(maxsize=1024)
 def _partition_state(partition: Partition) -> hashlib.blake2b:
-    """The hash after the partition; every caller copies it, none updates it."""
+    """The hash after the partition."""
     state = hashlib.blake2b(digest_size=KEY_LEN, person=_PERSON)
     for field in (partition.extra_key, partition.cache_salt):
         # length first: ("ab", "c") and ("a", "bc") must differ; absent is neither empty nor any string
@@ -129,5 +127,5 @@ def int64_buffer(token_ids: TokenIds) -> array[int] | memoryview:
     return array("q", token_ids)
 
 
-DEFAULT_PARTITION = partition_key(Partition())
+DEFAULT_PARTITION = Partition().key
 """Key of the partition of requests that name no tenant."""

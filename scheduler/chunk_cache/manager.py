@@ -155,9 +155,9 @@ class ChunkManager:
         for i, key in enumerate(prompt.keys):
             if i == prompt.to_prepare or (self._has_states and prompt.length(i) <= self.config.seam_len):
                 continue
-            need = self.need(prompt, i)
-            found = self.index.best(key, self.store.resolve, need)
+            found = self.look_up(prompt, i)
             if found.variant is None or found.share_to_compute or found.variant.generation:
+                need = self.need(prompt, i)
                 yield Missing(i, need, self._held(key, need, found))
 
     def _held(self, key: bytes, need: Need, found: Lookup) -> Held:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from chunk_cache.keys import Partition, chunk_key, partition_key
+from chunk_cache.keys import Partition, chunk_key
 from chunk_cache.options import request_options
 from chunk_cache.options.request_options import MAX_CHUNKS
 from exactness.cases import Prompt, Session
@@ -183,7 +183,7 @@ def case_noisy_tenant(s: Session) -> dict[str, Any]:
     (exact,) = s.send(first, marked=False, max_new_tokens=1, extra_key="quiet")
     prompt = s.prompt([s.tokens(7), chunks[2], chunks[0]])
     (reply,) = s.send(prompt, max_new_tokens=1, extra_key="quiet")
-    held = {name: store.shares.held(partition_key(Partition(name))) for name in ("quiet", "noisy")}
+    held = {name: store.shares.held(Partition(name).key) for name in ("quiet", "noisy")}
     return {
         "exact": exact.cached_tokens,
         "statuses": s.statuses(reply)[1:],

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from chunk_cache.keys import Partition, partition_name
+from chunk_cache.keys import Partition
 from server.conftest import STRICT
 from server_fixture import Server
 
@@ -162,5 +162,5 @@ def test_a_tenant_that_floods(model_dir: Path, share: float):
             assert (given_way, held) == (0, None)
         else:
             assert given_way > 1024
-            assert all(held[partition_name(Partition(tenant))] > CHUNKS * LENGTH for tenant in ("quiet", "noisy")), held
+            assert all(held[Partition(tenant).name] > CHUNKS * LENGTH for tenant in ("quiet", "noisy")), held
             assert sum(held.values()) <= 1024

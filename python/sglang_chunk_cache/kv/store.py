@@ -28,7 +28,7 @@ from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from chunk_cache.index.quota import Shares
 from chunk_cache.index.transition_store import TransitionStore
 from chunk_cache.index.variant import NodeHome, PathTokens, Variant, usable_len
-from chunk_cache.keys import Partition, partition_key
+from chunk_cache.keys import Partition
 from sglang_chunk_cache.kv.transition import Transition
 
 if TYPE_CHECKING:
@@ -172,7 +172,7 @@ class VariantStore:
         num_padding = len(slots) + self._num_behind - len(token_ids)
         node_key = token_ids + array("q", [_PADDING_TOKEN]) * num_padding
         self._num_namespaces += 1
-        namespace = f"{self._secret}\x1f{partition_key(partition).hex()}\x1f{self._num_namespaces}"
+        namespace = f"{self._secret}\x1f{partition.key.hex()}\x1f{self._num_namespaces}"
         result = self.insert(InsertParams(key=RadixKey(node_key, extra_key=namespace), value=slots, priority=priority))
         assert result.prefix_len == 0, "a namespace of ours is never used twice"
         return NodeHome(node_key, namespace, _Seen(result.last_device_node), partition=partition)
@@ -249,10 +249,10 @@ class VariantStore:
         return self._owner(*self._tree.tree_core.prefetch_anchor_info(node_id))
 
     def _owner(self, extra_key: str | None, cache_salt: str | None) -> bytes:
-        """`partition_key` of what lies under these in the tree; a namespace of ours names it."""
+        """`Partition.key` of what lies under these in the tree; a namespace of ours names it."""
         if extra_key is not None and extra_key.startswith(self._secret):
             return bytes.fromhex(extra_key.split("\x1f")[1])
-        return partition_key(Partition(extra_key, cache_salt))
+        return Partition(extra_key, cache_salt).key
 
     def check_integrity(self, variants: Iterable[Variant]) -> None:
         """Compares what `resolve` says with a match of the tokens, which no hint shortens.

@@ -87,7 +87,7 @@ class VariantInfo:
     system: bytes = b""
     """Marks of the system prompt in front of these (`chunk_cache.index.system_prompt`)."""
     partition: bytes = DEFAULT_PARTITION
-    """`partition_key` of the tenant; its digest is in `key` too, from which nobody gets it back."""
+    """`Partition.key` of the tenant; its digest is in `key` too, from which nobody gets it back."""
 
     def __post_init__(self) -> None:
         assert self.token_ids.typecode == "q", "token ids are an array('q')"

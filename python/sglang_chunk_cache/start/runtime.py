@@ -17,7 +17,6 @@ from chunk_cache.index.quota import Shares
 from chunk_cache.index.refresh import RefreshQueue
 from chunk_cache.index.transition_store import TransitionStore
 from chunk_cache.index.variant import NodeHome
-from chunk_cache.keys import partition_name
 from chunk_cache.manager import ChunkManager
 from chunk_cache.methods import METHODS, Stage
 from chunk_cache.options.config import Config, describe
@@ -123,7 +122,7 @@ class ChunkRuntime:
             return
         plan = state.reported.plan
         saved_s = self.clock.cost.saved_s(plan.num_saved, plan.prompt_len)
-        self.journal.note(rid, partition_name(state.prompt.partition), state, state.reported, saved_s)
+        self.journal.note(rid, state.prompt.partition.name, state, state.reported, saved_s)
         if saved_s is not None:
             self.metrics.observe("saved", saved_s)
         if (reason := whole_reason(state, has_ended=True)) is not None:

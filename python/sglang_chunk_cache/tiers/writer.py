@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 from chunk_cache.index.variant import Variant
-from chunk_cache.keys import partition_key
 from chunk_cache.options.tier_config import TierConfig
 from chunk_cache.tiers.placing import Known, Moment, Placing, Write, place, targets
 from chunk_cache.tiers.tier_ledger import EntryId
@@ -254,7 +253,7 @@ def _info_of(variant: Variant, fingerprint: Fingerprint) -> VariantInfo:
         payload_len=fingerprint.payload_len(variant.length),
         is_prepared=variant.is_prepared,
         system=variant.system,
-        partition=partition_key(variant.holder.partition),
+        partition=variant.holder.partition.key,
     )
 
 

@@ -21,11 +21,11 @@ class EventKeys:
         self._secret = hashlib.blake2b(salt.encode()).digest()
 
     def chunk(self, partition: bytes, key: bytes) -> int:
-        """The number of a chunk, from its `partition_key` and `chunk_key`."""
+        """The number of a chunk, from its `Partition.key` and `chunk_key`."""
         return self._hash(b"chunk", partition + key)
 
     def partition(self, partition: bytes) -> int:
-        """The number of a tenant, from its `partition_key`."""
+        """The number of a tenant, from its `Partition.key`."""
         return self._hash(b"partition", partition)
 
     def variant(self, key: bytes, name: str) -> int:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from chunk_cache.errors import show
-from chunk_cache.keys import Partition, partition_name
+from chunk_cache.keys import Partition
 
 NAT_EDGES = (1e-5, 1e-4, 1e-3, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 """Upper edges of the buckets of KL and of nats lost; above the last is one more."""
@@ -138,7 +138,7 @@ class QualityLedger:
 
     def partition_name(self, partition: Partition) -> str:
         """See `chunk_cache.keys`; `OTHERS` where there are too many."""
-        name = partition_name(partition)
+        name = partition.name
         if name not in self._partitions and len(self._partitions) < MAX_PARTITIONS:
             self._partitions.add(name)
         return name if name in self._partitions else OTHERS

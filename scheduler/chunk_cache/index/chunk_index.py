@@ -39,7 +39,6 @@ from chunk_cache.index.variant import (
 )
 from chunk_cache.index.variant_table import VariantTable
 from chunk_cache.index.victims import AGEING, victim_order
-from chunk_cache.keys import partition_key
 
 TOKENS_PER_LOOK = 128
 """Evicted tokens for which a sweep looks at one variant more; a chunk usually has more tokens."""
@@ -92,7 +91,7 @@ class ChunkIndex:
         for owner in above:
             yield from self.quota.order_of(owner)
         for variant in self:
-            if not above or partition_key(variant.holder.partition) not in above:
+            if not above or variant.holder.partition.key not in above:
                 yield variant
 
     @property
@@ -235,7 +234,7 @@ class ChunkIndex:
         self.version += 1
         self.counters.num_added += 1
         if self.observer is not None:
-            self.observer.stored(variant.key, variant.name, partition_key(variant.holder.partition), variant.length)
+            self.observer.stored(variant.key, variant.name, variant.holder.partition.key, variant.length)
         return variant
 
     def stored_len(self, key: bytes, resolve: Resolve, need: Need) -> int:
@@ -323,7 +322,7 @@ class ChunkIndex:
         self.version += 1
         self._table.move(variant, holder, path_start_of(home))
         # after entering: the new path is then the most recently used and fits, so it is never the one that goes
-        self._shrink_paths(0, partition_key(holder.partition))
+        self._shrink_paths(0, holder.partition.key)
 
     def describe(self, variant_id: int, statistics: ChunkStatistics) -> Variant | None:
         """What was taken when a variant was computed, or computed anew; None when it is not there any more."""
@@ -388,7 +387,7 @@ class ChunkIndex:
         return length <= min(self.max_path_tokens, self.quota.path_tokens.most)
 
     def _make_room(self, key: bytes, rank: Rank, home: Home) -> None:
-        owner = partition_key(holder_of(home).partition)
+        owner = holder_of(home).partition.key
         peers = self._table.by_key.get(key, [])
         if len(peers) >= self.max_variants_per_chunk:
             not_better = (peer for peer in peers if peer.rank >= rank)

@@ -19,7 +19,6 @@ from chunk_cache.index.paths import PathLedger
 from chunk_cache.index.quota import Shares
 from chunk_cache.index.variant import PathTokens, Variant
 from chunk_cache.index.victims import VictimOrder
-from chunk_cache.keys import partition_key
 
 
 @dataclass(slots=True)
@@ -49,7 +48,7 @@ class IndexQuota:
 
     def add(self, variant: Variant, age: float) -> None:
         """Args: age: of the index's own order."""
-        self.variants.add(partition_key(variant.holder.partition), 1)
+        self.variants.add(variant.holder.partition.key, 1)
         if self.variants.is_limited:
             order = self._own_of(variant).order
             order.age = age
@@ -65,7 +64,7 @@ class IndexQuota:
 
     def remove(self, variant: Variant) -> None:
         """It has left its home before."""
-        owner = partition_key(variant.holder.partition)
+        owner = variant.holder.partition.key
         self.variants.remove(owner, 1)
         if self.variants.is_limited:
             self._own[owner].order.remove(variant)
@@ -74,14 +73,14 @@ class IndexQuota:
 
     def hold(self, path: PathTokens, variant_id: int, num_new: int) -> None:
         """Args: num_new: tokens of the path, or 0 where another variant has it already."""
-        owner = partition_key(path.partition)
+        owner = path.partition.key
         self.path_tokens.add(owner, num_new)
         if self.variants.is_limited:
             self._own[owner].paths.hold(path, variant_id)
 
     def release(self, path: PathTokens, variant_id: int, num_gone: int) -> None:
         """Args: num_gone: tokens of the path, or 0 where another variant still has it."""
-        owner = partition_key(path.partition)
+        owner = path.partition.key
         self.path_tokens.remove(owner, num_gone)
         if self.variants.is_limited:
             self._own[owner].paths.release(path, variant_id)
@@ -117,7 +116,7 @@ class IndexQuota:
         of: dict[bytes, list[Variant]] = {}
         paths: dict[bytes, dict[PathTokens, set[int]]] = {}
         for variant in variants:
-            owner = partition_key(variant.holder.partition)
+            owner = variant.holder.partition.key
             of.setdefault(owner, []).append(variant)
             if isinstance(variant.holder, PathTokens):
                 paths.setdefault(owner, {}).setdefault(variant.holder, set()).add(variant.variant_id)
@@ -135,7 +134,7 @@ class IndexQuota:
             own.paths.check_integrity(paths.get(owner, {}))
 
     def _own_of(self, variant: Variant) -> _Own:
-        owner = partition_key(variant.holder.partition)
+        owner = variant.holder.partition.key
         own = self._own.get(owner)
         if own is None:
             own = self._own[owner] = _Own(self._new_order())

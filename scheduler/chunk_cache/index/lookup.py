@@ -25,7 +25,7 @@ class Lookup:
     reason: str | None
     """Why there is no variant; None when there is one."""
     unit_cfo: float | None = None
-    """`unit_cfo_of` the variant behind the new context, in [0, 2]; None where it was not asked for."""
+    """`Need.unit_cfo` of the variant, in [0, 2]; None where it was not asked for."""
     other_system: float | None = None
     """The share of it that another system prompt costs; None where that is the same, or CFO was not asked for."""
 

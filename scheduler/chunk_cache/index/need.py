@@ -2,8 +2,7 @@
 
     Need.obstacle, fits, unit_cfo   of a variant, in the pool or below it
     Need.sort_out                   which of several may be used, and what hinders the others
-    unit_cfo_of                     what a variant costs behind another context and system prompt
-    system_charge                   what of that the system prompt costs
+    system_charge                   what of the CFO another system prompt costs
 
 To what the context costs (`reusability`), the share of its attention that lay on what is another system
 prompt now is added. Of a variant without statistics nothing is known but what stood in front of it: CCI is 1, its
@@ -16,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol, TypeVar
 
 from chunk_cache.index.chunk_statistics import ChunkStatistics
@@ -47,9 +47,9 @@ class Described(Protocol):
 _Variant = TypeVar("_Variant", bound=Described)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Need:
-    """See the head of this file."""
+    """See the head of this file; asked for several variants, so what follows from it alone is found once."""
 
     max_generation: int
     """Variants above it are not used."""
@@ -83,7 +83,15 @@ class Need:
 
     def _has_other_text(self, variant: Described) -> bool:
         """Whether a text between chunks stood in front of it that does not now, such as a turn of a conversation."""
-        return not variant.is_prepared and not text_names(variant.context) <= text_names(self.context)
+        return not variant.is_prepared and not text_names(variant.context) <= self._texts
+
+    @cached_property
+    def _texts(self) -> frozenset[bytes]:
+        return text_names(self.context)
+
+    @cached_property
+    def _place(self) -> Mapping[Hashable, int]:
+        return first_places(self.context)
 
     def fits(self, variant: Described) -> bool:
         """Whether it may be used, and does not cost too much."""
@@ -91,19 +99,20 @@ class Need:
         return self.obstacle(variant) is None and not (is_bounded and self.unit_cfo(variant) > self.max_unit_cfo)
 
     def unit_cfo(self, variant: Described) -> float:
-        """CFO at alpha 1, in [0, 2]."""
-        return unit_cfo_of(variant, first_places(self.context), self.system)
+        """CFO at alpha 1 of a variant that is used here, in [0, 2]: variants are compared before it is clipped."""
+        cfo = self._context_cfo(variant)
+        return cfo if variant.system == self.system else cfo + system_charge(variant, self.system)
 
-
-def unit_cfo_of(variant: Described, place: Mapping[Hashable, int], system: bytes) -> float:
-    """CFO at alpha 1 of a variant, in [0, 2]: variants are compared before it is clipped.
-
-    Args:
-        place: `first_places` of the new context.
-        system: marks of the new system prompt.
-    """
-    cfo = _context_cfo(variant, place)
-    return cfo if variant.system == system else cfo + system_charge(variant, system)
+    def _context_cfo(self, variant: Described) -> float:
+        if variant.is_prepared:
+            return PREPARED_CFO
+        context, statistics, place = variant.context, variant.statistics, self._place
+        if statistics is None:
+            return unit_cfo(1.0, context, [0.0] * len(context), self.context, place)
+        if context and place.keys().isdisjoint(context):  # most variants
+            return statistics.cci
+        inter, cci = statistics.of_context()
+        return unit_cfo(cci, context, inter, self.context, place)
 
 
 def system_charge(variant: Described, system: bytes) -> float:
@@ -112,15 +121,3 @@ def system_charge(variant: Described, system: bytes) -> float:
         return 0.0
     statistics = variant.statistics
     return 1.0 if statistics is None else share_elsewhere(statistics.system, variant.system, system)
-
-
-def _context_cfo(variant: Described, place: Mapping[Hashable, int]) -> float:
-    if variant.is_prepared:
-        return PREPARED_CFO
-    context, statistics = variant.context, variant.statistics
-    if statistics is None:
-        return unit_cfo(1.0, context, [0.0] * len(context), place)
-    if context and place.keys().isdisjoint(context):  # most variants
-        return statistics.cci
-    inter, cci = statistics.of_context()
-    return unit_cfo(cci, context, inter, place)

@@ -14,7 +14,7 @@ class Observer(Protocol):
         Args:
             key: `chunk_key` of its chunk.
             name: `variant_name`, which tells it from other variants of the chunk.
-            partition: `partition_key` of its tenant.
+            partition: `Partition.key` of its tenant.
             size: tokens in the index, bytes in a ledger.
         """
 

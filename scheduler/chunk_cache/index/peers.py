@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeAlias, TypeVar
 
-from chunk_cache.index.need import Described, Need, unit_cfo_of
-from chunk_cache.index.reusability import first_places
+from chunk_cache.index.need import Described, Need
 from chunk_cache.index.variant import Variant
 
 Behind: TypeAlias = tuple[bytes, tuple[bytes, ...]]
@@ -53,10 +52,9 @@ def beside_prepared(variants: Sequence[V]) -> Sequence[V]:
 
 def ranked(variants: Iterable[Variant], need: Need | None) -> list[tuple[float | None, Variant]]:
     """Best first, each with its CFO at alpha 1 where it is needed. Equal ones keep their order."""
-    place = None if need is None else first_places(need.context)
     found = []
     for variant in variants:
-        cfo = None if need is None or place is None else unit_cfo_of(variant, place, need.system)
+        cfo = None if need is None else need.unit_cfo(variant)
         found.append((order_of(cfo or 0.0, variant.generation), cfo, variant))
     found.sort(key=lambda item: item[0])
     return [(cfo, variant) for _, cfo, variant in found]

@@ -5,7 +5,7 @@
     above         the partitions that are; num_to_give, least: how much they give up, and keep
 
 The index counts variants and path tokens so, a tier bytes. Whoever owns the place makes room; a
-partition is named by its `partition_key`. No order of a set: equal calls give equal results on every rank.
+partition is named by its `Partition.key`. No order of a set: equal calls give equal results on every rank.
 """
 
 from __future__ import annotations

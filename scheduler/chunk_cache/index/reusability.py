@@ -12,7 +12,8 @@
 earlier tokens of the chunk itself. A context is the chunks in front of a chunk, in order; what another system prompt
 costs is added (`chunk_cache.index.system_prompt`).
 Where the paper leaves a case open, the function says what is done. All are pure. What is asked for every variant at
-every lookup is plain Python, O(context log context): contexts are some ten chunks long, where numpy takes longer.
+every lookup is plain Python: contexts are some ten chunks long, where numpy takes longer, and of long ones `NEAREST`
+are compared.
 """
 
 from __future__ import annotations
@@ -27,6 +28,12 @@ import numpy.typing as npt
 
 Mass: TypeAlias = npt.NDArray[np.floating]
 Context: TypeAlias = Sequence[Hashable]
+
+NEAREST = 64
+"""Pieces in front of a chunk that `unit_cfo` compares one by one; those in front of them count as one piece, which is
+there again where the new context begins with them. So a variant in a prompt of a thousand pieces costs a lookup what
+one in a prompt of sixty does.
+"""
 
 
 def context_impact(inter: Mass, context_lens: Sequence[int], intra: float, length: int) -> float:
@@ -57,7 +64,9 @@ def prefix_overlap(context: Context, inter: Mass, new_context: Context) -> float
     assert len(context) == len(inter), f"{len(inter)} masses of {len(context)} chunks"
     if not context:
         return float(not new_context)
-    return _common(context, np.asarray(inter, dtype=np.float64).tolist(), first_places(new_context))[0]
+    masses = np.asarray(inter, dtype=np.float64).tolist()
+    common, ranks = _common(context, masses, first_places(new_context))
+    return _beta(common, sum(masses), len(ranks), len(context))
 
 
 def order_penalty(context: Context, new_context: Context) -> float:
@@ -79,21 +88,26 @@ def first_places(new_context: Context) -> dict[Hashable, int]:
     return dict(zip(reversed(new_context), range(len(new_context) - 1, -1, -1), strict=True))
 
 
-def unit_cfo(cci: float, context: Context, inter: Sequence[float], place: Mapping[Hashable, int]) -> float:
+def unit_cfo(
+    cci: float, context: Context, inter: Sequence[float], new_context: Context, place: Mapping[Hashable, int]
+) -> float:
     """CFO at alpha 1, in [0, 1], of KV that was computed behind `context` and is used behind another.
 
     The same as the functions above, in one pass: it is asked for every variant of every chunk of every prompt. But for
-    KV that was computed alone: behind anything it costs 1 (ours; by the paper's equations 0.5), since it loses most
-    (`docs/variants.md`).
+    `NEAREST`, and for KV that was computed alone: behind anything it costs 1 (ours; by the paper's equations 0.5),
+    since it loses most (`docs/variants.md`).
 
     Args:
         place: `first_places` of the new context.
     """
     if not context:
-        return 0.0 if not place else 1.0
-    if place.keys().isdisjoint(context):
-        return cci
-    beta, ranks = _common(context, inter, place)
+        return 0.0 if not new_context else 1.0
+    num_far = max(0, len(context) - NEAREST)
+    common, ranks = _common(context[num_far:], inter[num_far:], place)
+    num_common = len(ranks)
+    if num_far and context[:num_far] == new_context[:num_far]:
+        common, num_common, ranks = common + sum(inter[:num_far]), num_common + num_far, [-1, *ranks]
+    beta = _beta(common, sum(inter), num_common, len(context))
     return fix_overhead(1.0, cci, adjusted_overlap(beta, _discordance(ranks)))
 
 
@@ -116,7 +130,7 @@ def use_weight(cfo: float, length: int) -> float:
 
 
 def _common(context: Context, inter: Sequence[float], place: Mapping[Hashable, int]) -> tuple[float, list[int]]:
-    """beta, and where the common chunks stand in the new context, in the order of the old one, which is not empty."""
+    """The mass on common chunks, and where these stand in the new context, in the order of the old one."""
     ranks = []
     common = 0.0
     for chunk, mass in zip(context, inter, strict=True):
@@ -124,8 +138,14 @@ def _common(context: Context, inter: Sequence[float], place: Mapping[Hashable, i
         if rank is not None:
             ranks.append(rank)
             common += mass
-    total = sum(inter)
-    return min(1.0, common / total) if total else len(ranks) / len(context), ranks
+    return common, ranks
+
+
+def _beta(common: float, total: float, num_common: int, length: int) -> float:
+    """The common share of a mass; where there is none, of the chunks. All of them are 1, however sums are rounded."""
+    if num_common == length:
+        return 1.0
+    return min(1.0, common / total) if total else num_common / length
 
 
 def _discordance(ranks: Sequence[int]) -> float:

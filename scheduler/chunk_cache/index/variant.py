@@ -20,6 +20,7 @@ from chunk_cache.index.chunk_statistics import ChunkStatistics
 from chunk_cache.keys import Partition
 
 _SECRET = secrets.token_bytes(16)
+_LENGTHS = [bytes((length,)) for length in range(256)]
 
 
 def shown_id(variant_id: int) -> int:
@@ -125,8 +126,7 @@ def variant_name(start: int, generation: int, is_prepared: bool, system: bytes, 
     kind = ",prepared" if is_prepared else ""
     hasher = hashlib.blake2b(f"{start},{generation}{kind}".encode(), digest_size=8)
     hasher.update(system)
-    for key in context:
-        hasher.update(len(key).to_bytes(1, "little") + key)
+    hasher.update(b"".join([part for key in context for part in (_LENGTHS[len(key)], key)]))
     return hasher.hexdigest()
 
 

@@ -107,7 +107,7 @@ def value_of(text: str) -> object:
     """An option's value as a command line has it: JSON, or else the text itself, so that a word needs no quotes."""
     try:
         return json.loads(text)
-    except json.JSONDecodeError:
+    except ValueError:
         return text
 
 

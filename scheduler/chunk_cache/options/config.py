@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
@@ -204,6 +205,8 @@ def _check(key: str, value: object) -> object:
         return _check_options(value, path)
     if key == "statistics_layers":
         return _check_layers(value, path)
+    if isinstance(value, int) and value > sys.maxsize:
+        raise config_error(path, f"{show(value)} is too large", f"give at most {sys.maxsize}")
     if isinstance(value, bool) or not isinstance(value, int) or value < _MINIMUM[key]:
         problem = f"{show(value)} is not an integer of at least {_MINIMUM[key]}"
         raise config_error(path, problem, "give such an integer, or leave the key out")

@@ -5,6 +5,7 @@ timeout_s: float = field(default=5.0, metadata={"parse": parse_seconds})
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, TypeAlias
@@ -51,6 +52,6 @@ def parse_seconds(value: object, path: str) -> float:
 
 def parse_number(value: object, path: str, least: float) -> float:
     """A finite number."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value < float("inf"):
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value <= sys.float_info.max:
         raise config_error(path, f"{show(value)} is not a number of at least {least:g}", "give such a number")
     return float(value)

@@ -9,6 +9,7 @@ medium of each tier.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -64,7 +65,7 @@ def parse_bytes(value: object, path: str) -> int:
     Raises:
         ChunkCacheConfigError: it is neither.
     """
-    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= sys.maxsize:
         return value
     if isinstance(value, str):
         number = value.strip().rstrip("BKMGTIbkmgti")
@@ -74,7 +75,7 @@ def parse_bytes(value: object, path: str) -> int:
         except ValueError:
             parsed = -1.0
         num_bytes = parsed * _UNITS.get(unit, 0)
-        if unit in _UNITS and 0 <= num_bytes < float("inf"):
+        if unit in _UNITS and 0 <= num_bytes <= sys.maxsize:
             return int(num_bytes)
     raise config_error(path, f"{show(value)} is not a number of bytes", 'give an integer, or a string like "4GB"')
 

@@ -206,7 +206,7 @@ class TierLedger:
 
         Args:
             frequency: f_r that it comes with.
-            partition: the `partition_key` of its chunk.
+            partition: the `Partition.key` of its chunk.
         """
         assert num_bytes > 0, f"{entry_id} has {num_bytes} bytes"
         refusal = self.refusal(entry_id, num_bytes, partition)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from chunk_cache.events.event_log import POOL
-from chunk_cache.keys import Partition, chunk_key, partition_key
+from chunk_cache.keys import Partition, chunk_key
 from chunk_cache.options.event_config import EventConfig
 from chunk_cache_tools.holders import Source
 from sglang_chunk_cache.telemetry.chunk_metrics import ChunkMetrics
@@ -46,7 +46,7 @@ class Replica:
     def store(self, numbers: Iterable[int], tier: str = POOL, partition: Partition = NOBODY, name: str = "n") -> None:
         for number in numbers:
             key = chunk_key(partition, tokens(number))
-            self._observer(tier).stored(key, name, partition_key(partition), TOKENS_PER_CHUNK)
+            self._observer(tier).stored(key, name, partition.key, TOKENS_PER_CHUNK)
         self.events.publish()
 
     def remove(self, numbers: Iterable[int], tier: str = POOL, name: str = "n") -> None:

@@ -16,7 +16,7 @@ from sglang.srt.disaggregation import kv_events as stock
 from chunk_cache.events.event_keys import EventKeys
 from chunk_cache.events.event_log import KINDS
 from chunk_cache.events.event_messages import END_SEQ, Batch, read_batch
-from chunk_cache.keys import Partition, chunk_key, partition_key
+from chunk_cache.keys import Partition, chunk_key
 from chunk_cache.options.event_config import EventConfig
 from sglang_chunk_cache.telemetry import event_publisher as events
 from sglang_chunk_cache.telemetry.chunk_metrics import ChunkMetrics
@@ -60,7 +60,7 @@ def test_sglang_reads_it(replica, listen) -> None:
     one.remove([1], tier="remote")
     one.clear()
     keys = EventKeys(SALT)
-    chunk = keys.chunk(partition_key(TENANT), chunk_key(TENANT, tokens(0)))
+    chunk = keys.chunk(TENANT.key, chunk_key(TENANT, tokens(0)))
     payloads = [payload for _, payload in replayed(listen(one), until=4)]
     batches = [msgspec.msgpack.decode(payload, type=stock.KVEventBatch) for payload in payloads]
     assert [batch.attn_dp_rank for batch in batches] == [0] * 5
@@ -74,14 +74,14 @@ def test_sglang_reads_it(replica, listen) -> None:
     ]
     ours = [read_batch(payload) for payload in payloads]
     assert {batch.instance for batch in ours} == {"a-1"}
-    assert ours[1].events[0].partition == keys.partition(partition_key(TENANT))
+    assert ours[1].events[0].partition == keys.partition(TENANT.key)
     assert ours[2].events[0].variant == ours[3].events[0].variant != ours[1].events[0].variant
 
 
 def test_neither_tokens_nor_keys_nor_names_leave(replica, listen) -> None:
     one = replica("a")
     one.store(range(20), partition=TENANT, name="variant-name")
-    secrets = [partition_key(TENANT), b"acme", SALT.encode(), b"variant-name"]
+    secrets = [TENANT.key, b"acme", SALT.encode(), b"variant-name"]
     for number in range(20):
         secrets += [chunk_key(TENANT, tokens(number)), chunk_key(Partition(), tokens(number))]
         secrets += [token.to_bytes(4, order) for token in tokens(number) for order in ("big", "little")]

@@ -16,7 +16,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 
 from chunk_cache.index.quota import Shares
-from chunk_cache.keys import Partition, partition_key
+from chunk_cache.keys import Partition
 from chunk_cache.manager import ChunkManager
 from chunk_cache.options.config import Config
 from sglang_chunk_cache.host.radix_cache import ChunkRadixCache
@@ -106,8 +106,8 @@ def test_who_floods_makes_room_out_of_its_own(core: str, share: float) -> None:
     if share < 1.0:
         of_noisy = [tree.is_stored(NOISY, prompt) for prompt in noisy]
         assert of_noisy == sorted(of_noisy), "the least recently used go first"
-        assert tree.shares.held(partition_key(NOISY)) <= CAPACITY * share + 2 * 20
-        assert tree.store.num_evicted_above == 40 * 20 - tree.shares.held(partition_key(NOISY))
+        assert tree.shares.held(NOISY.key) <= CAPACITY * share + 2 * 20
+        assert tree.store.num_evicted_above == 40 * 20 - tree.shares.held(NOISY.key)
 
 
 @CORES
@@ -162,9 +162,9 @@ def test_nodes_of_chunks_belong_to_their_partition(core: str) -> None:
     tree = Tree(core, 0.5)
     partitions = [QUIET, NOISY, Partition(""), Partition("noisy"), Partition(None, "salt")]
     homes = [tree.add_node(partition, 10 + i) for i, partition in enumerate(partitions)]
-    assert [tree.shares.held(partition_key(partition)) for partition in partitions] == [10, 11, 12, 13, 14]
+    assert [tree.shares.held(partition.key) for partition in partitions] == [10, 11, 12, 13, 14]
     assert tree.store.remove_node(homes[1]) == 11
-    assert tree.shares.held(partition_key(NOISY)) == 0
+    assert tree.shares.held(NOISY.key) == 0
     tree.cache.evict(EvictParams(num_tokens=CAPACITY))
     assert len(tree.shares) == 0
 
@@ -187,7 +187,7 @@ def test_counts_are_those_of_the_tree(core: str, seed: int) -> None:
             tree.cache.unlock(locks.pop(rng.randrange(len(locks))))
         for owner in partitions:
             found = {tokens[:end].tobytes() for tokens, end in tree_prefixes(tree, owner)}
-            assert tree.shares.held(partition_key(owner)) == len(found)
+            assert tree.shares.held(owner.key) == len(found)
         tree.store.check_integrity(())
     assert tree.store.num_evicted_above > 0
     for lock in locks:

@@ -7,7 +7,7 @@ from collections import deque
 
 from chunk_cache.events.event_keys import EventKeys
 from chunk_cache.events.event_log import MAX_TOLD_AGAIN, POOL, Event, EventLog
-from chunk_cache.keys import DEFAULT_PARTITION, Partition, chunk_key, partition_key
+from chunk_cache.keys import DEFAULT_PARTITION, Partition, chunk_key
 
 KEYS = EventKeys("salt")
 A, B = (chunk_key(Partition(), [number]) for number in (1, 2))
@@ -85,7 +85,7 @@ def test_what_was_dropped_is_told_anew() -> None:
 
 
 def test_without_the_salt_numbers_tell_nothing() -> None:
-    tenants = [partition_key(Partition(cache_salt=salt)) for salt in (None, "a", "b")]
+    tenants = [Partition(cache_salt=salt).key for salt in (None, "a", "b")]
     numbers = {
         (salt, tenant): (keys.chunk(tenant, A), keys.partition(tenant))
         for salt in ("", "salt", "other")

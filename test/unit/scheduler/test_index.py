@@ -10,7 +10,7 @@ from chunk_cache.index.lookup import Lookup
 from chunk_cache.index.need import Need
 from chunk_cache.index.variant import NodeHome, PathHome, PathTokens, Variant
 from chunk_cache.index.variant_table import MAX_GONE_KEYS
-from chunk_cache.keys import Partition, partition_key
+from chunk_cache.keys import Partition
 
 LENGTH = 4
 A, B, C = b"a" * 16, b"b" * 16, b"c" * 16
@@ -345,8 +345,8 @@ def test_victims_of_partitions_above_their_share_come_first() -> None:
     for i in range(9):
         home = NodeHome(array("q", range(10)), "", partition=tenants[i % 3])
         index.add(bytes([i]) * 16, length=10, start=0, generation=1, context=(), home=home)
-    owners = [partition_key(tenant) for tenant in tenants]
+    owners = [tenant.key for tenant in tenants]
     assert [variant.key[0] for variant in index.victims([])] == list(range(9))
     assert [variant.key[0] for variant in index.victims([owners[1]])] == [1, 4, 7, 0, 2, 3, 5, 6, 8]
-    unknown = partition_key(Partition("none of the index"))
+    unknown = Partition("none of the index").key
     assert [variant.key[0] for variant in index.victims([unknown, owners[2]])] == [2, 5, 8, 0, 1, 3, 4, 6, 7]

@@ -18,7 +18,7 @@ from chunk_cache.index.reusability import adjusted_overlap, order_penalty, prefi
 from chunk_cache.index.system_prompt import marks_of, num_pieces
 from chunk_cache.index.variant import Home, NodeHome, PathHome, PathTokens, Variant
 from chunk_cache.index.victims import AGEING, EVICTIONS
-from chunk_cache.keys import Partition, partition_key
+from chunk_cache.keys import Partition
 from unit.scheduler.mirror import Mirror
 
 LENS = (3, 5, 2, 7)
@@ -463,9 +463,9 @@ class IndexMachine(RuleBasedStateMachine):
             of_chunk = sorted(r.variant_id for r in records if r.chunk == chunk)
             assert [v.variant_id for v in self.index.variants_of(key)] == of_chunk
         assert self.index.num_chunks == len({r.chunk for r in records})
-        assert self.mirror.held == {
-            (v.key, v.name): (partition_key(v.holder.partition), v.length) for v in self.index
-        }, "its observer was told something else"
+        assert self.mirror.held == {(v.key, v.name): (v.holder.partition.key, v.length) for v in self.index}, (
+            "its observer was told something else"
+        )
         assert self.index.num_path_tokens == sum(len(p) for p in self.model.paths())
 
 

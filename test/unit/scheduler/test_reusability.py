@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chunk_cache.index.reusability import (
+    NEAREST,
     adjusted_overlap,
     context_impact,
     first_places,
@@ -136,4 +137,39 @@ def test_unit_cfo_is_what_its_parts_say(drawn: tuple[list[int], np.ndarray], new
     beta = prefix_overlap(context, inter, new)
     expected = fix_overhead(1.0, cci, adjusted_overlap(beta, order_penalty(context, new)))
     expected = expected if context else float(bool(new))  # alone is the worst, whatever the equations say
-    assert unit_cfo(cci, context, inter.tolist(), first_places(new)) == pytest.approx(expected)
+    assert unit_cfo(cci, context, inter.tolist(), new, first_places(new)) == pytest.approx(expected)
+
+
+def far_and_near(far: list[int], near: list[int], new: list[int]) -> float:
+    """CFO of KV behind pieces of which every one was attended to alike, where CCI is 1."""
+    context = far + near
+    return unit_cfo(1.0, context, [1.0] * len(context), new, first_places(new))
+
+
+def test_pieces_far_in_front_count_as_one_that_is_there_or_not() -> None:
+    far, near = list(range(36)), list(range(100, 100 + NEAREST))
+    assert far_and_near(far, near, far + near) == 0.0
+    assert far_and_near(far, near, [*far, 7000, *near]) == 0.0
+    assert far_and_near(far, near, [7000, *far, *near]) == pytest.approx(0.36)
+    assert far_and_near(far, near, [*reversed(far), *near]) == pytest.approx(0.36)
+    assert far_and_near(far, near, far) == pytest.approx(0.64)
+    assert far_and_near(far, near, []) == far_and_near(far, near, near[:0] + far[1:]) == 1.0
+    num = NEAREST + 1  # the far ones in front of all that are near, which stand the other way round
+    discordant = NEAREST * (NEAREST - 1) / (num * (num - 1))
+    assert far_and_near(far, near, [*far, *reversed(near)]) == pytest.approx(discordant)
+
+
+@given(st.permutations(range(NEAREST)), st.integers(1, 40))
+def test_a_long_context_costs_no_less_than_all_its_pieces_say(new: list[int], num_far: int) -> None:
+    context, new = list(range(num_far)) + [1000 + i for i in range(NEAREST)], [1000 + i for i in new]
+    inter = [1.0] * len(context)
+    beta = prefix_overlap(context, np.array(inter), new)
+    assert far_and_near(context[:num_far], context[num_far:], new) == pytest.approx(
+        1.0 - adjusted_overlap(beta, order_penalty(context, new))
+    )
+
+
+@given(st.lists(st.floats(0.0, 1.0, width=32), min_size=1, max_size=20))
+def test_the_same_context_costs_nothing_however_sums_are_rounded(inter: list[float]) -> None:
+    context = list(range(len(inter)))
+    assert unit_cfo(0.7, context, inter, context, first_places(context)) == 0.0

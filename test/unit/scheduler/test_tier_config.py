@@ -100,6 +100,10 @@ def test_no_bytes(value):
         ({"disk": "/x", "timeout_s": float("nan")}, "tiers.timeout_s: nan is not a number"),
         ({"disk": "/x", "controller": 1}, "tiers.controller: 1 is not a boolean"),
         ({"disk": "/x", "throttle": {"tape": {}}}, "tiers.throttle.tape: unknown key 'tape'"),
+        (
+            {"disk": "/x", "throttle": {"disk": {"bytes_per_s": 10**400}}},
+            "tiers.throttle.disk.bytes_per_s: a huge integer is not",
+        ),
         ({"disk": "/x", "throttle": {"disk": {}}}, "tiers.throttle.disk.bytes_per_s: null is not a number"),
     ],
 )

@@ -51,7 +51,7 @@ def test_the_budget_is_the_cfo_of_the_synthetic_attention() -> None:
     outcome = simulate(trace, Settings(10**6, alpha=1.5, seed=7))
     key0, key1 = Replay(trace, Settings(10**6, seed=7)).keys  # the keys are the engine's own
     statistics = attention.statistics(key1, 100, [key0], [100])
-    moved = 1.5 * unit_cfo(statistics.cci, [key0], statistics.inter, {})
+    moved = 1.5 * unit_cfo(statistics.cci, [key0], statistics.inter, [], {})
     expected = sum(num_rows_at(share_to_fix(cfo), 100) for cfo in (moved, 1.5))
     assert outcome.tally().recomputed_tokens == expected
 

@@ -16,7 +16,7 @@ import torch
 
 from chunk_cache.index.quota import Shares
 from chunk_cache.index.variant import PathTokens, Variant
-from chunk_cache.keys import Partition, partition_key
+from chunk_cache.keys import Partition
 from chunk_cache.tiers.cost import PrefillCost
 from chunk_cache.tiers.tier_ledger import EntryId
 from sglang_chunk_cache.kv.assembler import HostKV
@@ -172,7 +172,7 @@ def test_a_partition_at_its_share_makes_room_out_of_its_own(tmp_path: Path) -> N
         assert names(tiers, "disk") == [0, 1, 9, 10, 11]
         assert tiers.tier("disk").ledger.stats()["share_evictions"] == 7
         owners = [info.partition for info in tiers.tier("disk").medium.scan()]
-        assert owners.count(partition_key(noisy)) == 3, "the folder tells the next server"
+        assert owners.count(noisy.key) == 3, "the folder tells the next server"
 
 
 def test_a_host_tier_that_is_full_hands_down(tmp_path: Path) -> None:
