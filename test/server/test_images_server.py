@@ -72,6 +72,23 @@ def test_texts_of_a_chat_with_images_are_reused(server):
         assert [chunk["status"] for chunk in info["chunks"]] == [status], info
 
 
+def test_a_chat_without_images_is_served_as_often_as_it_comes(server):
+    server.flush()
+    chat = {"messages": [{"role": "user", "content": f"Read this.{SEP}{TEXT}{SEP}Who?"}], "max_tokens": 2}
+    for status in ("miss", "prefix", "prefix"):
+        reply = server.post("/v1/chat/completions", {"model": "m", **chat, "chunk_cache": {"ratio": 0.15}}).json()
+        assert [chunk["status"] for chunk in reply["sglext"]["chunk_cache"]["chunks"]] == [status], reply
+
+
+def test_null_beside_an_image_is_as_not_given(server):
+    body = prompt(CAT, separator="")
+    ids = server.post("/v1/tokenize", {"model": "m", "prompt": body["text"]}).json()["tokens"]
+    reply, _ = ask(server, {"input_ids": ids, "image_data": body["image_data"]})
+    params = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True, "custom_params": {"chunk_cache": None}}
+    same = {"input_ids": ids, "image_data": body["image_data"], "sampling_params": params}
+    assert server.post("/generate", same).json()["text"] == reply["text"]
+
+
 PROMPTS = {"Once more.": (DOG, TEXT, CAT), "This too.": (TEXT, CAT), "And these.": (CAT, DOG)}
 
 

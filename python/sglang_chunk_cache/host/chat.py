@@ -180,6 +180,8 @@ class ChunkServingChat(OpenAIServingChat):
         if rendering is None:
             return super()._render_and_encode_chat_template(messages, **options)
         options["encode_kwargs"] = MarkedEncoding(options["encode_kwargs"], rendering)
+        if rendering.marks.own or rendering.marks.foreign:  # SGLang keeps the ids of a chat, and not where chunks stand
+            options["use_cache"] = False
         if not rendering.marks.foreign:
             return super()._render_and_encode_chat_template(messages, **options)
         text = self._rendered(messages, **options)

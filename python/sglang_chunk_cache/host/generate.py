@@ -7,6 +7,7 @@ options is looked for here.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any
@@ -20,6 +21,9 @@ from sglang_chunk_cache.api.exchange import Exchange
 from sglang_chunk_cache.api.prepare import may_get_reply, prepare
 from sglang_chunk_cache.flags.server_args import attached, get_args
 
+VERTEX = "/vertex_generate"
+"""The route of Vertex AI, unless the environment gives it another name."""
+
 
 async def read_json(original: Callable[[Any], Any], request: Any) -> Any:
     """AROUND `ORJSONRequest.json`, which FastAPI calls once for each request, and before it parses the body."""
@@ -27,6 +31,7 @@ async def read_json(original: Callable[[Any], Any], request: Any) -> Any:
     body, args = await original(request), get_args()
     if not is_read and args is not None:
         path = request.url.path.removeprefix(request.scope.get("root_path", ""))
+        path = VERTEX if path == os.environ.get("AIP_PREDICT_ROUTE", VERTEX) else path
         try:
             read_body(path, body, Exchange.of(request), MarkFlags(args.separator, args.marks, args.parts))
         except ChunkCacheRequestError as error:

@@ -42,6 +42,8 @@ logger = logging.getLogger(__name__)
 
 IDLE_WAIT_S = 0.002
 """How long a step with nothing else to do waits: the workers need the interpreter, the selector the cores."""
+MAX_AHEAD = 256
+"""Waiting requests whose rows are counted for one that loads behind them: computing these takes longer than a load."""
 
 
 class ChunkScheduler(Scheduler):
@@ -90,12 +92,13 @@ class ChunkScheduler(Scheduler):
         queue = waiting(self)
         if chunks.tiers is None or not queue or queue[-1] is not req:
             return  # refused: the queue is full
+        ahead = queue[: min(len(queue) - 1, MAX_AHEAD)]
         chunks.tiers.want(
             req.rid,
             _wanted(chunks, req),
             num_keys=len(req.origin_input_ids),
             num_rows=partial(self._num_rows_without_loads, req),
-            num_rows_ahead=sum(_num_rows(other) for other in queue[:-1]),
+            num_rows_ahead=sum(_num_rows(other) for other in ahead),
         )
 
     def _num_rows_without_loads(self, req: Req) -> int:

@@ -74,9 +74,10 @@ class ChunkTokenizerManager(TokenizerManager):
             obj, input_text, input_ids, input_embeds, mm_inputs, token_type_ids
         )
         params = tokenized.sampling_params.custom_params
-        if mm_inputs is not None and obj.input_ids is not None and isinstance(params, dict) and KEY in params:
+        asked = params.get(KEY) if isinstance(params, dict) else None
+        if mm_inputs is not None and obj.input_ids is not None and asked is not None:
             path = f"sampling_params.custom_params.{KEY}"
-            opts = placed_beside_images(loads(params[KEY]), obj.input_ids, tokenized.input_ids, mm_inputs, path)
+            opts = placed_beside_images(loads(asked), obj.input_ids, tokenized.input_ids, mm_inputs, path)
             tokenized.sampling_params.custom_params = {**params, KEY: dumps(opts)}
         return tokenized
 

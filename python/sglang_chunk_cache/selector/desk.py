@@ -67,6 +67,7 @@ class QuestionDesk:
         for waiting in [waiting for waiting in self._waiting if waiting.deadline <= now]:
             self._waiting.remove(waiting)
             self._late += [(waiting.question.prefix, chunk) for chunk in waiting.question.chunks]
+            self._forget_unwanted()
         for waiting in self._waiting:
             for chunk in waiting.question.chunks:
                 if chunk.key not in waiting.read and (found := self._scorer.find(chunk.key)) is not None:
@@ -79,6 +80,12 @@ class QuestionDesk:
         if self._late:
             self._read_late(*self._late[0])
         return []
+
+    def _forget_unwanted(self) -> None:
+        """Half-read chunks that no question waits for, and that are not among the late ones, are given up."""
+        wanted = {chunk.key for waiting in self._waiting for chunk in waiting.question.chunks}
+        wanted |= {chunk.key for _, chunk in self._late}
+        self._reading = {key: reading for key, reading in self._reading.items() if key in wanted}
 
     def _answer(self, ready: _Waiting) -> list[Scores]:
         question = ready.question

@@ -33,7 +33,7 @@ from sglang_chunk_cache.kv.pool import ChunkPool
 from sglang_chunk_cache.kv.ranks import ReduceMax
 from sglang_chunk_cache.kv.stored_variant import VariantInfo
 from sglang_chunk_cache.telemetry.tier_metrics import TierMetrics
-from sglang_chunk_cache.tiers.search import BAD_ENTRY, NOT_STORED, Found, OpenSearch, TierSearch, Wanted
+from sglang_chunk_cache.tiers.search import BAD_ENTRY, Found, OpenSearch, TierSearch, Wanted
 from sglang_chunk_cache.tiers.tier import Tier
 from sglang_chunk_cache.tiers.workers import Workers
 from sglang_chunk_cache.tiers.writer import TierWriter
@@ -43,6 +43,8 @@ MAX_STAGED_BYTES = 2 << 30
 
 TOO_LATE = Found(reason="tier_timeout")
 OUTRUN = Found(reason="tier_late")
+UNWANTED = Found()
+"""Of a load that nobody wanted any more when its turn came; no tier was asked."""
 
 
 @dataclass
@@ -325,14 +327,20 @@ class TierLoader:
             key = self._queue.take()
             if key is None:
                 return
-            if key not in self._staged:  # else another request still holds what an earlier load has found
-                self._staged[key] = self._num_bytes(self._searches[key].chunk)
-                self.num_staged_bytes += self._staged[key]
-            find = partial(self._find, self._searches[key], self._preload.get(key))
-            listed = {tier.name: tier.ledger.entries_of(key) for tier in self._tiers}
-            self._workers.submit(find, partial(self._end, key, listed))
+            self._load(key)
+
+    def _load(self, key: bytes) -> None:
+        if key not in self._staged:  # else another request still holds what an earlier load has found
+            self._staged[key] = self._num_bytes(self._searches[key].chunk)
+            self.num_staged_bytes += self._staged[key]
+        find = partial(self._find, self._searches[key], self._preload.get(key))
+        listed = {tier.name: tier.ledger.entries_of(key) for tier in self._tiers}
+        self._workers.submit(find, partial(self._end, key, listed))
 
     def _end(self, key: bytes, listed: Mapping[str, Sequence[EntryId]], found: Found) -> None:
+        if found is UNWANTED and self._num_wanting.get(key):  # by a request that came since the worker looked
+            self._load(key)
+            return
         for tier in found.absent:  # what was listed since then has been written since then
             for entry_id in filter(tier.ledger.contains, listed[tier.name]):
                 self._writer.forget(tier, entry_id)
@@ -390,7 +398,7 @@ class TierLoader:
 
     def _find(self, search: OpenSearch, num_layers: int | None) -> Found:
         """A worker's part: nobody may want it any more."""
-        return self._search.run(search, num_layers) if self._num_wanting.get(search.chunk.key) else NOT_STORED
+        return self._search.run(search, num_layers) if self._num_wanting.get(search.chunk.key) else UNWANTED
 
     def _settle(self, rids: Sequence[str]) -> None:
         """The loads of these requests have ended, or are late, on all ranks."""

@@ -16,6 +16,7 @@ from chunk_cache.prompt.passage import PLACEHOLDER, Passage
 
 KEY = "chunk_cache"
 ROUTE_KEYS = ("chunks", "template", "marks", "parts")
+MAX_TEMPLATE_LEN = 4096
 _CHUNK_KEYS = ("id", "text")
 
 
@@ -179,7 +180,12 @@ def _read_template(value: object, path: str, separator: str) -> str | None:
     if value is None:
         return None
     template = check_text(value, path, separator)
-    if [name[1] for name in PLACEHOLDER.finditer(template)].count("text") != 1:
-        problem = "{text} does not stand in it once"
-        raise request_error(path, problem, 'give one such as "[{id}]\\n{text}\\n"; {id} and {title} may stand in it')
+    names = [name[1] for name in PLACEHOLDER.finditer(template)]
+    if names.count("text") != 1 or len(set(names)) < len(names):
+        problem = "{text} does not stand in it once" if names.count("text") != 1 else "a name stands in it twice"
+        remedy = 'give one such as "[{id}]\\n{text}\\n"; {id} and {title} may stand in it, once'
+        raise request_error(path, problem, remedy)
+    if len(template) > MAX_TEMPLATE_LEN:  # each passage is written with it
+        problem = f"it has {len(template)} characters, and {MAX_TEMPLATE_LEN} is the limit"
+        raise request_error(path, problem, "put what is said once into the prompt")
     return template

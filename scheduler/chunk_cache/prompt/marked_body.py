@@ -37,6 +37,8 @@ _BLANK = "no visible text"
 _NO_TEXT = "not on a text of the prompt"
 _HOLDERS = ("system", "messages", "input", "content", "source", "tools", "function", "tool_calls")
 """Keys of a body in which clients mark something; what a tool is given, or takes, is its own."""
+_MAX_DEPTH = 8
+"""Objects inside each other that are searched for marks; a text of a document in the result of a tool is the sixth."""
 
 
 @dataclass(frozen=True)
@@ -142,10 +144,14 @@ def _read_messages(body: dict[str, Any], marked: MarkedBody, flags: MarkFlags) -
     _mark(list(_marks_in(body)), list(_message_parts(body)), marked, flags)
 
 
-def _read_unmarked(body: dict[str, Any], marked: MarkedBody, _flags: MarkFlags) -> None:
-    """A route that cannot mark chunks, or has no place for options."""
+def _read_unmarked(body: dict[str, Any], marked: MarkedBody, flags: MarkFlags) -> None:
+    """A route that cannot mark chunks, or has no place for options; separators would reach the model as text."""
     _refuse(body, (), None)
     _refuse(body, ("custom_params",), None)
+    path = _find_text(body, flags.separator)
+    if path is not None:
+        problem = f"this route cannot mark chunks with {flags.separator!r}"
+        raise request_error(path, problem, "use /v1/chat/completions or /v1/completions, or remove the separators")
     _name_unused(marked, _marks_in(body), "this route cannot mark chunks")
 
 
@@ -167,6 +173,9 @@ _READERS: dict[str, Callable[[dict[str, Any], MarkedBody, MarkFlags], None]] = {
     "/vertex_generate": _read_vertex,
     "/v1/responses": _read_unmarked,
     "/v1/score": _read_unmarked,
+    "/v1/rerank": _read_unmarked,
+    "/v1/decisions": _read_unmarked,
+    "/v1/systemone": _read_unmarked,
     "/api/chat": _read_unmarked,
     "/api/generate": _read_unmarked,
 }
@@ -187,6 +196,26 @@ def _refuse(body: Mapping[str, Any], outer: Sequence[str], remedy: str | None) -
         path = ".".join((*outer, KEY))
         advice = "use /v1/chat/completions or /v1/completions" if remedy is None else f"put it into {remedy}"
         raise request_error(path, "this route does not read it there", advice)
+
+
+def _find_text(body: object, needle: str) -> str | None:
+    """The path of a text of a body that has the needle; None = there is none."""
+    waiting: list[tuple[Any, object]] = [((), body)]  # a place is what it is in, and its name there: paths may be long
+    while waiting:
+        place, value = waiting.pop()
+        if isinstance(value, str) and needle in value:
+            names = []
+            while place:
+                place, name = place
+                names.append(f"[{name}]" if isinstance(name, int) else f".{name}")
+            return "".join(reversed(names)).removeprefix(".")
+        inner: Iterable[tuple[Any, object]] = ()
+        if isinstance(value, Mapping):
+            inner = value.items()
+        elif isinstance(value, list):
+            inner = enumerate(value)
+        waiting += [((place, name), one) for name, one in inner]
+    return None
 
 
 # The parts of a prompt.
@@ -318,18 +347,18 @@ def _message_parts(body: Mapping[str, Any]) -> Iterator[_Part]:
         yield from _block_parts(content, f"{path}.content", role)
 
 
-def _block_parts(blocks: object, path: str, role: str) -> Iterator[_Part]:
+def _block_parts(blocks: object, path: str, role: str, *, is_in_result: bool = False) -> Iterator[_Part]:
     found = list(_objects(blocks, path))
     for where, block in found:
         kind = block.get("type")
         mark = _mark_of(block, where)
-        if kind == "tool_result":
+        if kind == "tool_result" and not is_in_result:
             content = block.get("content")
             if isinstance(content, str):
                 yield _Part(f"{where}.content", (_Field(block, "content"),), mark, role)
             elif mark:
                 yield _Part(where, (), mark, role)
-            yield from _block_parts(content, f"{where}.content", role)
+            yield from _block_parts(content, f"{where}.content", role, is_in_result=True)
         elif kind in ("search_result", "document"):
             if kind == "document":
                 _make_search_result(block, where)
@@ -399,13 +428,15 @@ def _mark_of(holder: Mapping[str, Any], path: str) -> str:
     return next((f"{path}.{name}" for name in _CACHE_MARKS if holder.get(name) is not None), "")
 
 
-def _marks_in(holder: Mapping[str, Any], path: str = "") -> Iterator[str]:
+def _marks_in(holder: Mapping[str, Any], path: str = "", depth: int = _MAX_DEPTH) -> Iterator[str]:
     """The paths of all marks of a body."""
+    if not depth:
+        return
     dot = f"{path}." if path else ""
     yield from (f"{dot}{name}" for name in _CACHE_MARKS if holder.get(name) is not None)
     for name in _HOLDERS:
         inner = holder.get(name)
         if isinstance(inner, dict):
-            yield from _marks_in(inner, f"{dot}{name}")
+            yield from _marks_in(inner, f"{dot}{name}", depth - 1)
         for where, one in _objects(inner, f"{dot}{name}"):
-            yield from _marks_in(one, where)
+            yield from _marks_in(one, where, depth - 1)

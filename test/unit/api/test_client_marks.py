@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from chunk_cache.options.request_options import MAX_CHUNKS, loads
-from chunk_cache.prompt.marked_body import MarkFlags
+from chunk_cache.prompt.marked_body import MarkedBody, MarkFlags, read_body
 from chunk_cache_tools.verify.workload import read_prompt
 from sglang_chunk_cache.flags import server_args as options
+from sglang_chunk_cache.host.chat import ChunkServingChat
 from unit.api.client_bodies import CHAT, CHUNKS, COMPLETIONS, MESSAGES, SEARCH, SEP, chat, messages, sent, text
 
 BREAKPOINT = {"prompt_cache_breakpoint": {"mode": "explicit"}}
@@ -209,6 +210,33 @@ def test_the_template_of_chunks(service, seen):
     sent(service, seen, CHAT, chat(("user", [text("Who?")]), chunk_cache=asked))
     assert chunks_of(service, seen[0]) == ["[a] the rose\n {end", "[b] the tale {end"]
     assert text_of(service, seen[0]).endswith("[b] the tale {end}\nWho?<|assistant|>")
+
+
+@pytest.mark.parametrize("path", [CHAT, MESSAGES])
+def test_marks_are_looked_for_as_deep_as_they_may_stand(path):
+    content: list[Any] = [{"type": "text", "text": "a"}]
+    for _ in range(100):
+        content = [{"type": "tool_result", "content": content, "cache_control": {"type": "ephemeral"}}]
+    marked = MarkedBody()
+    read_body(path, {"messages": [{"role": "user", "content": content}]}, marked, MarkFlags(SEP, marks=True))
+    assert next(iter(marked.marks.unused)) == "messages[0].content[0].cache_control"
+    assert len(marked.marks.unused) == 6
+
+
+def test_a_chat_that_comes_again_to_a_model_that_sees_images(service, seen, monkeypatch):
+    """SGLang keeps the token ids of such a model's chats."""
+    original = ChunkServingChat._render_and_encode_chat_template
+
+    def as_for_images(self, messages, **options):
+        return original(self, messages, **{**options, "use_cache": True})
+
+    monkeypatch.setattr(ChunkServingChat, "_render_and_encode_chat_template", as_for_images)
+    cached = [text("the tale", cache_control={"type": "ephemeral"}), text("Who?")]
+    for _ in range(2):
+        sent(service, seen, CHAT, chat(("user", f"Read.{SEP}the rose{SEP}Who?")))
+        assert chunks_of(service, seen[0]) == ["the rose"]
+        sent(service, seen, CHAT, chat(("user", cached), chunk_cache={"marks": True}))
+        assert chunks_of(service, seen[0]) == ["the tale"]
 
 
 def test_chunks_in_front_of_a_completion(service, seen):

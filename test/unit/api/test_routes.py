@@ -20,6 +20,9 @@ def carried(request: Any) -> Any:
     return (request.sampling_params.custom_params or {}).get("chunk_cache")
 
 
+MARKED = "Read.<|chunk|>the rose<|chunk|>Who?"
+
+
 def marked(text: str, *chunks: str, question: str = "Who?") -> str:
     return text + SEP + SEP.join(chunks) + SEP + question
 
@@ -266,6 +269,9 @@ def test_answer_behind_a_plain_text(service, seen):
         ({"marks": True}, "unknown key 'marks'"),
         ({"parts": False}, "unknown key 'parts'"),
         ({"template": "{text}"}, "chunk_cache.template: there are no passages to write"),
+        ({"template": "{text}{text}"}, "chunk_cache.template: {text} does not stand in it once"),
+        ({"template": "{id}{text}{id}"}, "chunk_cache.template: a name stands in it twice"),
+        ({"template": "{text}" + " " * 4096}, "chunk_cache.template: it has 4102 characters, and 4096 is the limit"),
     ],
 )
 def test_options_that_completions_do_not_read(service, seen, options, message):
@@ -298,6 +304,9 @@ def test_separators_and_spans_together(service, seen, stream):
         ("/vertex_generate", {"instances": [{"text": "a"}]}),
         ("/v1/responses", {"model": "m", "input": "a"}),
         ("/v1/score", {"model": "m", "query": "a", "items": ["b"], "label_token_ids": [1]}),
+        ("/v1/rerank", {"query": "a", "documents": ["b"]}),
+        ("/v1/decisions", {"model": "m", "input": "a"}),
+        ("/v1/systemone", {"model": "m", "input": "a"}),
         ("/api/chat", {"model": "m", "messages": [{"role": "user", "content": "a"}]}),
     ],
 )
@@ -305,6 +314,33 @@ def test_top_level_field_where_it_is_not_read(service, seen, route, body, stream
     response = service.post(route, {**body, "stream": stream, "chunk_cache": {"mode": "off"}})
     assert response.status_code == 400
     assert "chunk_cache: this route does not read it there; " in response.text
+    assert seen == []
+
+
+@pytest.mark.parametrize(
+    ("route", "body", "path"),
+    [
+        ("/v1/responses", {"input": [{"role": "user", "content": [{"type": "text", "text": MARKED}]}]}, "input[0]"),
+        ("/v1/score", {"query": "a", "items": ["b", MARKED], "label_token_ids": [1]}, "items[1]: "),
+        ("/v1/rerank", {"query": "a", "documents": [MARKED]}, "documents[0]: "),
+        ("/v1/decisions", {"input": MARKED}, "input: "),
+        ("/v1/systemone", {"task": {"message": MARKED}}, "task.message: "),
+        ("/api/chat", {"messages": [{"role": "user", "content": c} for c in ("a", MARKED)]}, "messages[1].content: "),
+        ("/api/generate", {"prompt": "a", "system": MARKED}, "system: "),
+    ],
+)
+def test_routes_that_do_not_mark_chunks(service, seen, route, body, path):
+    response = service.post(route, {"model": "m", **body})
+    assert response.status_code == 400
+    assert path in response.text
+    assert "use /v1/chat/completions" in response.text
+    assert seen == []
+
+
+def test_the_route_of_vertex_under_another_name(service, seen, monkeypatch):
+    monkeypatch.setenv("AIP_PREDICT_ROUTE", "/generate")  # one that exists
+    response = service.post("/generate", {"instances": [{"text": "a"}], "chunk_cache": {"mode": "off"}})
+    assert "put it into parameters.sampling_params.custom_params.chunk_cache" in response.text
     assert seen == []
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from pathlib import Path
 
 import msgspec
@@ -89,6 +90,16 @@ def test_chunks_of_a_late_question_are_prepared_for_the_next(asker: Asker) -> No
     asker.ask(2, TEXT, TEXT[30:])
     assert len(asker.run()) == 1
     assert asker.num_steps == 1
+
+
+def test_half_read_chunks_that_nobody_waits_for_are_given_up(asker: Asker, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(asker.desk, "_late", deque(maxlen=1))
+    for number in range(5):  # the first chunk of each takes several steps, and the second pushes it out of the line
+        asker.ask(number, f"{number} {TEXT * 10}", TEXT, timeout_s=0.5)
+        asker.desk.step(now=0.0)
+        asker.desk.step(now=1.0)
+    assert len(asker.desk._reading) <= 1
+    assert asker.run() == []
 
 
 def test_a_prompt_that_does_not_fit_into_what_is_kept_is_scored(auxiliary: AuxiliaryModel, main_dir: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import struct
+import threading
 import time
 import zlib
 from array import array
@@ -361,6 +362,23 @@ def test_abort_while_loading(tmp_path: Path) -> None:
         tiers.want("gone", wanted(1))  # the same id comes again
         tiers.settle("gone")
         assert result(tiers.loader.bring_in("gone")[wanted(1).key]) == ("disk", None)
+        tiers.check_nothing_waits()
+
+
+def test_a_request_that_is_aborted_and_comes_again_while_its_load_waits(tmp_path: Path) -> None:
+    write(tmp_path, 1)
+    with open_tiers({"disk": tmp_path}, num_threads=1) as tiers:
+        free = threading.Event()
+        tiers.workers.submit(free.wait, lambda _: None)  # the load stands behind it
+        tiers.want("gone", wanted(1))
+        tiers.loader.poll([])
+        free.set()
+        while tiers.workers._done.qsize() != 2:  # the worker has found that nobody wants the chunk
+            time.sleep(0.001)
+        tiers.want("again", wanted(1))
+        tiers.settle("again")
+        assert result(tiers.loader.bring_in("again")[wanted(1).key]) == ("disk", None)
+        tiers.loader.poll([])
         tiers.check_nothing_waits()
 
 
