@@ -1,7 +1,7 @@
-"""Page: `page.html` of this folder with what the code knows put in, and the policy that lets it run.
+"""Page: `page.html` of this folder, filled in with facts from the code, and its Content-Security-Policy.
 
-Verb: `page`. It holds nothing of a server's: its script asks the routes of administration, with the key that a person
-gives it. Nothing comes from anywhere else, and no other script would run.
+Verb: `page`. The page holds no data of a server: its script asks the routes of administration, with the key that a
+person enters. It loads nothing from elsewhere, and the policy lets no other script run.
 """
 
 from __future__ import annotations

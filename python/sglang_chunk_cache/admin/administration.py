@@ -1,10 +1,10 @@
 """Admin: the administration of a server, in its launching process, or in each of several that answer HTTP.
 
-Verbs: those that are routes (`@route`); `stored_as`; `keys_of` (a selection becomes keys).
-`ChunkTokenizerManager` owns the one that there is; `warming` computes chunks by it.
+Verbs: the routes (`@route`); `stored_as`; `keys_of` (turns a selection into keys).
+`ChunkTokenizerManager` owns the only instance of a process; `warming` uses it to compute chunks.
 
 Promises: a request is sent once, to every scheduler process, and its replies are never taken for those of another one,
-also where the client is gone meanwhile. Pins end here: this process has the clock and tells the schedulers.
+even if its client disconnects. Pins end here: this process has the clock and tells the schedulers.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Routed:
 
     Attributes:
         method: of HTTP.
-        parse: makes the verb's argument of a body, or of the query of a GET; None = it has none.
+        parse: turns a body, or the query of a GET, into the verb's argument; None = it has none.
         act: the verb, not bound to an `Admin` yet.
     """
 
@@ -61,7 +61,7 @@ class Routed:
     act: Callable[..., Awaitable[dict[str, Any]]]
 
     def answer(self, admin: Admin, given: Any) -> Awaitable[dict[str, Any]]:
-        """What the verb makes of a body or query."""
+        """Calls the verb with what a client gave: a body or a query."""
         return self.act(admin) if self.parse is None else self.act(admin, self.parse(given))
 
 
@@ -87,7 +87,7 @@ class Admin:
     Args:
         manager: our tokenizer manager.
         communicator: asks all schedulers and returns their replies.
-        num_replicas: data-parallel ones, each with chunks of its own.
+        num_replicas: number of data-parallel replicas, each with chunks of its own.
     """
 
     def __init__(self, manager: Any, communicator: Any, num_replicas: int = 1) -> None:
@@ -172,19 +172,19 @@ class Admin:
         return {"total": total, "variants": variants, "limit": listing.limit, "offset": listing.offset, **of_one}
 
     def _add_words(self, chunks: Iterable[dict[str, Any]]) -> None:
-        """Puts words in the place of first tokens, where the server has a tokenizer."""
+        """Replaces the ids of first tokens by their text, if the server has a tokenizer."""
         for chunk in chunks:
             if "first_ids" in chunk and self.manager.tokenizer is not None:
                 chunk["words"] = self.manager.tokenizer.decode(chunk.pop("first_ids"))
 
     async def stored_as(self, names: Mapping[bytes, str]) -> dict[bytes, int]:
-        """Stored tokens of each chunk whose variant of this name (`variant_name`) is stored on all replicas."""
+        """Numbers of stored tokens, by key, of chunks whose variant of that name is stored on all replicas."""
         replies = await self._ask_stores(messages.ChunkCacheStoredReq(names=dict(names)))
         of_all = [reply.ranks[0]["stored"] for reply in replies]
         return {bytes.fromhex(key): n for key, n in of_all[0].items() if all(key in other for other in of_all)}
 
     async def _ask_stores(self, request: Any) -> list[Any]:
-        """The replies once the stores that the schedulers ask have answered, or cannot be asked."""
+        """Asks until the stores that the schedulers ask have answered, or cannot be asked; returns the replies."""
         replies = await self._ask(request)
         while any(reply.ranks[0].get("is_asking") for reply in replies):
             await asyncio.sleep(ASK_AGAIN_S)
@@ -245,7 +245,7 @@ class Admin:
         """Forgets chunks; nodes of their own give their slots back, or all that no request reads.
 
         Raises:
-            AdminRefused: none of the keys is known; not where everything is looked through, which needs no key.
+            AdminRefused: none of the keys is known; not with `everywhere`, which evicts more than these.
         """
         keys = self.keys_of(eviction.selection)
         request = messages.ChunkCacheEvictReq(keys=_unique(keys), is_everywhere=eviction.everywhere)
@@ -267,7 +267,7 @@ class Admin:
         """Empties index and KV pool where the server is idle.
 
         Raises:
-            AdminRefused: it is not.
+            AdminRefused: the server is not idle.
         """
         result = await self._shielded(self.manager.flush_cache(timeout_s=timeout_s))
         if not result.success:
@@ -296,7 +296,7 @@ class Admin:
         return [chunk_key(partition, one) for one in ids]
 
     def encode_chunk(self, text: str, path: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The token ids that a chunk has in prompts, and those of its end, which count as text behind it.
+        """The token ids of a chunk in prompts, and those of its end, which count as text behind it.
 
         Raises:
             ChunkCacheRequestError: the text cannot be a chunk.
@@ -331,7 +331,7 @@ class Admin:
         return sorted(replies, key=lambda reply: reply.dp_rank)
 
     async def _shielded(self, coroutine: Any) -> Any:
-        """Runs to its end also where the client goes: SGLang would give its replies to the next caller."""
+        """Runs to its end even if the client disconnects; else SGLang would give its replies to the next caller."""
         return await asyncio.shield(self._keep(coroutine))
 
     def _keep(self, coroutine: Any) -> asyncio.Task[Any]:
@@ -353,7 +353,7 @@ def _unique(keys: Any) -> list[bytes]:
 
 
 def _merged(results: Iterable[Mapping[str, Any]], both: Callable[[Any, Any], Any]) -> dict[str, Any]:
-    """By chunk, of several replicas, each of which has chunks of its own."""
+    """Joins the results of replicas, by chunk; `both` joins two values for the same chunk."""
     found: dict[str, Any] = {}
     for result in results:
         for key, value in result.items():
@@ -362,7 +362,7 @@ def _merged(results: Iterable[Mapping[str, Any]], both: Callable[[Any, Any], Any
 
 
 def _added(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-    """What was evicted of a chunk on two replicas; of a tier, which they may share, what either knew of."""
+    """What two replicas evicted of a chunk, added up; of a tier, which they may share, the larger number."""
     return {
         "variants": one["variants"] + other["variants"],
         "freed_tokens": one["freed_tokens"] + other["freed_tokens"],

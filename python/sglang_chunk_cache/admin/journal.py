@@ -1,11 +1,11 @@
-"""Journal: what became of the latest requests with marks or options, and sums of each minute; what the page shows.
+"""Journal: what became of the latest requests with marks or options, and sums of each minute, for the page.
 
 Verbs: `note` (a request has ended), `chunk_id`, `forget_chunk_id`, `contents` (all that is known), `merge` (of several
 replicas).
 
-Promises: bounded, and looked at by people only: nothing is decided by it, so ranks may differ, but for ids of chunks,
-which depend only on the requests and their order. It holds numbers, ids of requests and chunks, keys of chunks and
-reasons of the fixed list, never a text or a token.
+Promises: its size is bounded. Only people read it and nothing is decided by it, so ranks may differ, except in the ids
+of chunks, which depend only on the requests and their order. It holds numbers, ids of requests and chunks, keys of
+chunks and reasons of the fixed list, never a text or a token.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MAX_ID_LEN = 80
 KINDS = ("prefix", "reused", "recomputed", "computed")
 """What becomes of a token; `recomputed` is not in `reused` here."""
 SUMS = ("requests", *KINDS, "estimated", "saved_s")
-"""Over requests: their number, their tokens by kind, for how many the spared prefill was estimated, its seconds."""
+"""Sums over requests: their number, tokens by kind, how many have an estimate of the time saved, seconds saved."""
 
 Contents: TypeAlias = dict[str, Any]
 
@@ -50,12 +50,12 @@ class Journal:
         self._chunk_ids: OrderedDict[bytes, str] = OrderedDict()
 
     def note(self, rid: str, partition: str, state: ChunkRequest, reported: Reported, saved_s: float | None) -> None:
-        """One request that was admitted, and has ended.
+        """Notes a request that was admitted and has ended.
 
         Args:
             reported: the state's.
             partition: its name, which tells nothing of a client's salt.
-            saved_s: seconds of prefill that reuse was estimated to spare it; None = too few forwards were timed.
+            saved_s: estimated seconds of prefill that reuse saved it; None = too few forwards were timed.
         """
         plan, reply = reported.plan, reply_of(state, reported)
         at = self._now()
@@ -100,7 +100,7 @@ class Journal:
         return self._chunk_ids.get(key)
 
     def forget_chunk_id(self, key: bytes) -> None:
-        """The chunk was evicted by its name. Requests keep the id while they are kept."""
+        """Forgets the id of a chunk that a client evicted. Requests in the journal still show it."""
         self._chunk_ids.pop(key, None)
 
     def contents(self) -> Contents:
@@ -116,7 +116,7 @@ class Journal:
 def picture_of(plan: RecomputePlan) -> list[list[int]]:
     """The prompt in at most `NUM_COLUMNS` slices, in order: the tokens of each, by `KINDS`.
 
-    Tokens that a method chose during the forward are `reused` here: where they stand is told by `explain` alone.
+    Tokens that a method chose during the forward are `reused` here: only `explain` tells where they stand.
     """
     kinds = np.full(plan.prompt_len, KINDS.index("computed"), dtype=np.int8)
     kinds[: plan.prefix_len] = KINDS.index("prefix")

@@ -24,7 +24,7 @@ PREFIX = "/chunk_cache"
 
 Answer: TypeAlias = Callable[[Admin, Request], Awaitable[Response | dict[str, Any]]]
 Route: TypeAlias = tuple[str, str, Answer]
-"""Method, path, what answers."""
+"""Method, path, function that answers."""
 
 
 async def _json(request: Request) -> Any:
@@ -37,7 +37,7 @@ async def _json(request: Request) -> Any:
 
 
 async def reply(answer: Answer, admin: Admin, request: Request) -> Response:
-    """What the client gets."""
+    """The response to a client: the answer, or the error as JSON."""
     try:
         result = await answer(admin, request)
     except AdminRefused as error:
@@ -48,7 +48,7 @@ async def reply(answer: Answer, admin: Admin, request: Request) -> Response:
 
 
 def _answer(routed: Routed) -> Answer:
-    """What a verb of `Admin` makes of the request's body, or of its query."""
+    """The route's answer: calls a verb of `Admin` with the request's body, or the query of a GET."""
 
     async def answer(admin: Admin, request: Request) -> dict[str, Any]:
         given = request.query_params if routed.method == "GET" else await _json(request)

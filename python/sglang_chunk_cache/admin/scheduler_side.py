@@ -1,16 +1,16 @@
 """ChunkAdmin: administration in one scheduler process.
 
-Verbs: `answer` (one of the requests below; `host/admin_requests.py` brings them here), `before_eviction` and
-`after_reset` (called by the radix cache).
+Verbs: `answer` (one of the requests below; `host/admin_requests.py` brings them here), `is_pinned`, `after_reset`
+(called by the radix cache) and `after_forgetting` (called when the weights have changed).
 
 Requests travel as SGLang's own control requests do: over its sockets, to every scheduler process, one reply from rank
 0. All fields are numbers, bytes, text and containers of these, so both transports of SGLang carry them
-(`SGLANG_USE_PICKLE_IPC` 0 and 1). Nothing of a client's is in them but checked numbers and keys. Importing this module
-makes them known to SGLang's decoder in this process.
+(`SGLANG_USE_PICKLE_IPC` 0 and 1). From clients they hold only checked numbers and keys. Importing this module makes
+them known to SGLang's decoder in this process.
 
 Promises: every rank of a tensor-parallel group gets every request in the same step of its event loop, and answers it
-from equal state, so all do the same; what they answered is compared. Nothing here waits for a clock, a file or a
-client. What is evicted here leaves the tiers below the pool too, whenever their workers come to it.
+from equal state, so all do the same; the answers are compared. Nothing here waits for a clock, a file or a client. What
+is evicted here leaves the tiers below the pool too, as soon as their workers get to it.
 """
 
 from __future__ import annotations
@@ -56,13 +56,13 @@ class ChunkCacheStoredReq(BaseReq, kw_only=True):
     """Which of these variants are stored, in the KV pool or in a tier below it."""
 
     names: dict[bytes, str]
-    """One of each chunk, by its key (`variant_name`)."""
+    """The name of one variant of each chunk (`variant_name`), by the chunk's key."""
     is_again: bool = False
     """Whether a store was asked already for those that are not known to be stored."""
 
 
 class ChunkCachePinReq(BaseReq, kw_only=True):
-    """Keep these chunks. `until` is a name for the end, the same number on all ranks; no scheduler reads a clock."""
+    """Keep these chunks. `until` identifies the pin's end, the same number on all ranks; no scheduler reads a clock."""
 
     keys: list[bytes]
     until: float
@@ -76,17 +76,17 @@ class ChunkCacheUnpinReq(BaseReq, kw_only=True):
 
 
 class ChunkCacheEvictReq(BaseReq, kw_only=True):
-    """Forget these chunks; where it says so, also all that was computed behind them, and overwrite what is freed."""
+    """Forget these chunks; if `is_everywhere`, also all that was computed behind them, and overwrite what is freed."""
 
     keys: list[bytes]
     is_everywhere: bool = False
 
 
 class ChunkCacheAdminReply(BaseReq, kw_only=True):
-    """The answer to each of them.
+    """The answer to any of these requests.
 
-    `ranks` has the result of every tensor-parallel rank for `ChunkCacheStatsReq`, otherwise that of rank 0, which all
-    ranks must share, but for `ChunkCacheRequestsReq`: `agree` says whether they did. `dp_rank` is the replica.
+    `ranks` has the result of every tensor-parallel rank for `ChunkCacheStatsReq`, otherwise that of rank 0. Except for
+    `ChunkCacheRequestsReq` all other ranks must have the same: `agree` says whether they do. `dp_rank` is the replica.
     """
 
     ranks: list[dict[str, Any]]
@@ -103,7 +103,7 @@ class ChunkAdmin:
         gate: verifies replies; None = nobody does.
         discoverer: finds passages that nobody marked; None = nobody does.
         journal: what became of requests.
-        kernel: ours that serves.
+        kernel: backend of our kernels.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class ChunkAdmin:
         return handle(request)
 
     def is_pinned(self, variant_id: int) -> bool:
-        """Whether the variant of an id is kept for a while."""
+        """Whether the variant with this id is pinned."""
         variant = self.index.get(variant_id)
         return variant is not None and self.pins.until(variant) is not None
 
@@ -146,7 +146,7 @@ class ChunkAdmin:
         self.pins.forget_all()
 
     def after_forgetting(self) -> None:
-        """The index has forgotten all chunks, as after a flush, but the tree stands."""
+        """The index has forgotten all chunks, as after a flush, but the tree still has its nodes."""
         self.num_flushes += 1
         self.pins.renew()
 
@@ -165,7 +165,7 @@ class ChunkAdmin:
         }
 
     def _partitions(self) -> Result:
-        """What the largest have, by name; their tokens in the pool are counted where `partition_share` limits them."""
+        """What the largest partitions have, by name; tokens in the pool only where `partition_share` limits them."""
         shares = self.store.shares
         pool = {"pool_tokens": shares.largest(), "max_pool_tokens": shares.most} if shares.is_limited else {}
         return pool | self.index.quota.largest()
@@ -185,7 +185,7 @@ class ChunkAdmin:
         return {**chunk, **self._beginning(variants[0])} if variants else chunk
 
     def _beginning(self, variant: Variant) -> Result:
-        """The tokens that the operator lets people see."""
+        """The first tokens of a variant, as many as the operator lets people see (`shown_tokens`)."""
         return {"first_ids": variant.token_ids[: self._num_shown].tolist()} if self._num_shown else {}
 
     def _variants(self, request: ChunkCacheVariantsReq) -> Result:
@@ -238,7 +238,7 @@ class ChunkAdmin:
         return found | self._asking([key for key in names if key not in stored], request.is_again)
 
     def _asking(self, missing: Sequence[bytes], is_again: bool) -> Result:
-        """Whether a store was asked for what is missing, and has not answered yet."""
+        """Whether a store was asked for missing chunks and has not answered yet."""
         is_asking = self.tiers is not None and self.tiers.ask(missing, is_first=not is_again)
         return {"is_asking": True} if is_asking else {}
 
@@ -281,21 +281,21 @@ class ChunkAdmin:
         return {"behind": {"variants": len(behind), "freed_tokens": num_freed}}
 
     def _empty_pool(self) -> Result:
-        """Any prompt may hold what was forgotten: all goes that no request reads, and what is free is overwritten."""
+        """Evicts all unread, unpinned KV and overwrites free slots, since any prompt may hold what was forgotten."""
         num_emptied = self.cache.erase_unread()
         allocator = self.cache.token_to_kv_pool_allocator
         in_use = allocator.size - allocator.available_size() - self.pins.num_tokens
         return {"emptied_tokens": num_emptied, "in_use_tokens": int(in_use)}
 
     def _forget(self, variant: Variant) -> int:
-        """Tokens of the pool that it frees."""
+        """Forgets a variant; returns the number of tokens of the pool that this frees."""
         holder = variant.holder
         self.index.discard(variant.variant_id)
         return self.store.remove_node(holder) if isinstance(holder, NodeHome) else 0
 
 
 def _behind(variant: Variant) -> Result:
-    """What a variant was computed behind, in names that tell nothing of it."""
+    """What a variant was computed behind, as hashes, which do not reveal it."""
     return {"system": variant.system.hex(), "context": [key.hex() for key in variant.context]}
 
 

@@ -6,10 +6,10 @@ Verb: `warm`. Each chunk that is not stored so already is computed by an ordinar
     | prefix (system prompt) | neighbours, marked | the chunk, marked | one token |  mode prepare (FusionRAG eq. 10)
     | prefix (system prompt) | the chunk, marked | one token |                       mode exact, where it shall be alone
 
-Promises: a chunk is stored only where it is stored as asked: behind this prefix and this filler, or these neighbours,
-in the KV pool or in a tier below it, and that is not computed again; neighbours are stored exactly before a chunk is
-computed behind them; at most `batch` chunks are computed at a time; a chunk counts as stored only when the schedulers
-say so afterwards; one bad chunk fails alone; where the client has gone, nothing new is begun and what runs is aborted.
+Promises: a chunk is not computed again if it is stored as asked: behind this prefix and this filler, or these
+neighbours, in the KV pool or in a tier below it; neighbours are stored exactly before a chunk is computed behind them;
+at most `batch` chunks are computed at a time; a computed chunk counts as stored only when the schedulers say so
+afterwards; one bad chunk fails alone; if the client disconnects, nothing new is begun and what runs is aborted.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ class _Chunk:
     """One chunk to compute.
 
     Attributes:
-        place: in the request.
-        end_ids: of its end, which no chunk has, and which stands in front of the next.
-        behind: what stands in front of it, behind the prefix: the filler, neighbours, or nothing.
-        has_neighbours: these are neighbours.
+        place: its place in the client's request.
+        end_ids: token ids of its end, which are part of no chunk and stand in front of the next.
+        behind: chunks between the prefix and this one: the filler, neighbours, or none.
+        has_neighbours: whether these are neighbours.
     """
 
     place: int
@@ -72,7 +72,7 @@ async def warm(admin: Admin, body: Warm, request: Any = None) -> AsyncIterator[d
     """Computes chunks that are not stored; yields progress, and a summary at the end.
 
     Args:
-        request: of the client; where it has gone the work stops.
+        request: the client's request; when the client disconnects, the work stops.
 
     Raises:
         ChunkCacheRequestError: the server cannot do this; raised here, before the first line.
@@ -86,7 +86,7 @@ class Warming:
     """One request of warming.
 
     Args:
-        request: of the client; None where there is none that could go.
+        request: the client's request; None = no client can disconnect.
 
     Raises:
         ChunkCacheRequestError: this server cannot do it.
@@ -199,7 +199,7 @@ class Warming:
             problems = await self._compute_all(neighbours)
             for neighbour in await self._missing_neighbours(todo):
                 problems.setdefault(neighbour.key, NO_ROOM)
-        # Behind a neighbour that could not be computed the chunk would not be what it is said to be.
+        # Without one of its neighbours a chunk would not be stored as asked, so it is not computed.
         ready = [chunk for chunk in todo if problems.keys().isdisjoint(chunk.behind_keys)]
         own = await self._compute_all(ready)
         still = {chunk.place for chunk in await self._missing(ready)}
@@ -229,7 +229,7 @@ class Warming:
         return chunks, failed
 
     async def _missing(self, chunks: Sequence[_Chunk]) -> list[_Chunk]:
-        """Those of these chunks that are not stored as they shall be, each once."""
+        """Those of `chunks` that are not stored as asked, each once."""
         each: dict[bytes, _Chunk] = {}
         for chunk in chunks:
             each.setdefault(chunk.key, chunk)
@@ -292,7 +292,7 @@ class Warming:
         return input_ids, spans
 
     async def _compute_filler(self, replica: int | None, input_ids: list[int]) -> None:
-        """The prefix and the filler go into the tree, where all find them: prompts that prepare leave no path there."""
+        """Puts prefix and filler into the tree, for all chunks: prompts that prepare a chunk leave no path there."""
         async with self._filler_lock:
             if replica not in self._has_filler:
                 await self._send(replica, input_ids, {"mode": "off"})
@@ -306,7 +306,7 @@ class Warming:
             try:
                 await self._admin.manager.compute_prompt(
                     rid=rid,
-                    # A prompt's last token never enters the tree before it is answered: one more.
+                    # A prompt's last token never enters the tree before it is answered, so one is added.
                     input_ids=[*input_ids, input_ids[-1]],
                     sampling_params={
                         "max_new_tokens": 1,
@@ -394,7 +394,7 @@ class Warming:
         return f"{'input_ids' if self._body.selection.texts is None else 'texts'}[{i}]"
 
     def _prefix_ids(self) -> tuple[int, ...]:
-        """What stands in front of every chunk; BOS only where text is tokenized, as in a prompt of text."""
+        """The ids in front of every chunk; with BOS only where text is tokenized, as in a prompt of text."""
         body, admin = self._body, self._admin
         if body.prefix_ids is not None:
             check_vocabulary(body.prefix_ids, admin.manager, "prefix_ids")

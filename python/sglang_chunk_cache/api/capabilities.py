@@ -1,5 +1,5 @@
-"""What this server can do, by its flags and its model: `chunk_cache/plan/served_methods` asks whether that is what a
-request's method needs."""
+"""What this server can do, by its flags and its model; `chunk_cache/plan/served_methods` checks whether that is enough
+for a request's method."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def check_served(opts: RequestOptions | None, manager: Any, args: ChunkCacheArgs
 
 
 def is_read_twice(manager: Any) -> bool:
-    """Whether a stock decode server tokenizes each request too: for it a mark in a text is a part of the text."""
+    """Whether a stock decode server tokenizes each request too; it takes marks in a text for text."""
     return bool(manager.server_args.disaggregation_mode == "prefill")
 
 
@@ -53,7 +53,7 @@ def check_read_once(manager: Any, path: str) -> None:
 
 
 def what_fixes_rows(server_args: Any) -> str | None:
-    """Why no method may work between layers on this server, to follow on "which"; None = it may."""
+    """Why no method may work between layers on this server, as words that follow "which"; None = methods may."""
     if (server_args.speculative_algorithm or "").upper() in ("EAGLE", "EAGLE3", "NEXTN"):
         return "drafts of EAGLE, made from the hidden state of every row, do not follow"
     if divides_attention(server_args):
@@ -71,7 +71,7 @@ def divides_attention(server_args: Any) -> bool:
 
 
 def what_keeps_all(server_args: Any, model_config: Any) -> str | None:
-    """What of a server does not work with prompts of which decoding keeps a part (`keep_tokens`); None = nothing."""
+    """What keeps this server from decoding over a part of a prompt (`keep_tokens`); None = nothing."""
     if server_args.speculative_algorithm is not None:
         return "speculative decoding"
     if server_args.disaggregation_mode == "prefill":
@@ -95,10 +95,10 @@ def check_default(args: ChunkCacheArgs, num_layers: int, rows_are_fixed: str | N
     """Checks the server's own default method, and those of its target.
 
     Args:
-        rows_are_fixed: as `what_fixes_rows` says.
+        rows_are_fixed: what `what_fixes_rows` returns.
 
     Raises:
-        StartRefused: this server cannot serve one.
+        StartRefused: this server cannot serve one of them.
     """
     methods = {args.method: f"--chunk-cache-method {args.method}"}
     for step in () if args.parsed_target is None else args.parsed_target.steps:

@@ -1,8 +1,8 @@
 """Exchange: one HTTP request and its response, as far as the chunk cache is concerned.
 
-It lies in the ASGI scope, where everything that handles the request finds it: what the body asked for is put there
-when it is read, the marks while it is prepared, the replies as they come; `ReplyHeaders` makes the headers of the
-response of it.
+It lies in the ASGI scope, where everything that handles the request finds it: it gets what the body asks for when that
+is read, the marks while the request is prepared, and the replies as they come; `ReplyHeaders` makes the response's
+headers from it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from sglang_chunk_cache.api.replies import Replies
 
 HEADER, UNUSED_HEADER = "x-chunk-cache", "x-chunk-cache-unused"
 _MAX_NAMED = 8
-"""Marks in a header: proxies bound its length."""
+"""Most marks that a header names: proxies limit its length."""
 
 
 @dataclass
@@ -25,7 +25,7 @@ class Exchange(MarkedBody):
     """See the head of this file.
 
     Attributes:
-        replies: of its choices.
+        replies: the replies of its choices.
         awaits_reply: whether the scheduler will send replies, so that the headers wait for the first output.
     """
 
@@ -53,7 +53,7 @@ class Exchange(MarkedBody):
             yield out
 
     def headers(self) -> list[tuple[bytes, bytes]]:
-        """The headers of its response."""
+        """The headers of the response."""
         unused = self.marks.unused
         named = [f"{path} ({reason})" for path, reason in unused.items()][:_MAX_NAMED]
         more = [f"and {len(unused) - _MAX_NAMED} more"] if len(unused) > _MAX_NAMED else []
@@ -64,8 +64,8 @@ class Exchange(MarkedBody):
 class ReplyHeaders:
     """ASGI middleware: adds the headers of the exchange to a response.
 
-    Where replies are awaited, the head of the response waits for the first of its body, which comes with the first
-    output.
+    If replies are awaited, the head of the response is held back until the first piece of its body, which comes with
+    the first output.
     """
 
     def __init__(self, app: Any) -> None:

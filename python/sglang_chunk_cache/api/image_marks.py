@@ -1,7 +1,7 @@
 """Chunks of a prompt with images: where they stand once the image processor has put in the tokens of each image.
 
 Verb: `placed_beside_images`. A client, a tokenizer and a chat template give each image one token, its placeholder; the
-processor puts as many in its place as the encoder makes of it.
+processor replaces it by as many tokens as the encoder makes of the image.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def placed_beside_images(
 
 
 def _places(given: Sequence[int], ids: Sequence[int], images: Sequence[Span], path: str) -> list[int]:
-    """`[len(given) + 1]` where each token that was given stands in `ids`, and where they end."""
+    """The place in `ids` of each token of `given`, and of their end: `[len(given) + 1]`."""
     places: list[int] = []
     at = 0
     for first, last in (*images, (len(ids), len(ids))):

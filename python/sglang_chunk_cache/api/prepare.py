@@ -1,9 +1,9 @@
 """From a request to token ids and one JSON string of options.
 
-Verb: `prepare`, which rewrites a `GenerateReqInput`; `may_get_reply` asks a request that went through it.
+Verbs: `prepare` (rewrites a `GenerateReqInput`), `may_get_reply` (of a request that was prepared).
 
 Promises: everything is checked before anything is tokenized, and everything is tokenized before the scheduler hears of
-the request; a request without marks and options leaves unchanged; the caller's own objects are never written to. What
+the request; a request without marks and options stays unchanged; the caller's dicts and lists are never changed. What
 leaves this process is `custom_params["chunk_cache"]` = one JSON string of
 `chunk_cache.options.request_options.dumps`, a type that every transport of SGLang can carry.
 """
@@ -36,7 +36,7 @@ from sglang_chunk_cache.flags.step_limits import most_unknown_rows
 _PREPARED = "_chunk_cache_prepared"
 _OWN = "_chunk_cache_own"
 _BEGIN_LEN = 16
-"""Characters at the beginning of a text, of which nearly always there are tokens."""
+"""Characters at the beginning of a text that are tried first: they nearly always give tokens."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Item:
     Attributes:
         text: its text, or None where token ids were given.
         ids: its token ids, or None where text was given.
-        marked: the text, split, where it has separators or tags.
+        marked: the text, split at its separators or tags; None where it has none.
         opts: its options; None where the request has neither marks nor options.
         path: JSON path of the text or the ids.
         opts_path: JSON path of the options.
@@ -63,7 +63,7 @@ class Item:
 
     @property
     def is_tokenized_here(self) -> bool:
-        """Whether its text is split, or has spans to compare with its length."""
+        """Whether its text must be tokenized here: it is split, or has marks to compare with its length."""
         return self.ids is None and self.opts is not None and (self.marked is not None or self.opts.has_marks)
 
 
@@ -199,7 +199,7 @@ def prepare(
 
 
 def note_own(obj: Any) -> None:
-    """A `GenerateReqInput` is the administration's, not a client's."""
+    """Marks a `GenerateReqInput` as made by the server itself, not by a client."""
     setattr(obj, _OWN, True)
 
 
@@ -243,7 +243,7 @@ def _check_combinations(obj: Any, items: list[Item]) -> None:
 
 
 def _tokenize(item: Item, manager: Any) -> Item:
-    """The item with its ids; texts of a batch that need none get some too, since a batch has texts or ids."""
+    """The item with its ids; in a batch every text gets ids, since SGLang takes either texts or ids."""
     if item.text is None:
         return item
     if manager.tokenizer is None:
@@ -301,7 +301,7 @@ def _as_turn(item: Item, session_params: Mapping[str, Any], manager: Any) -> Ite
 
 
 def _check_ids(item: Item, manager: Any) -> None:
-    """Compares a marked prompt with the model, where it is refused and never truncated: its spans would be wrong."""
+    """Refuses a marked prompt that is too long; it is never truncated, since its spans would be wrong."""
     if item.ids is not None and item.opts is not None and item.opts.spans:
         spans = item.opts.spans
         paths = [mark.path for mark in item.marks] or [f"{item.opts_path}.spans[{i}]" for i in range(len(spans))]
@@ -309,16 +309,16 @@ def _check_ids(item: Item, manager: Any) -> None:
 
 
 def _check_not_empty(ids: Sequence[int], obj: Any, path: str) -> None:
-    """Checks that a prompt has tokens, also a plain one: one without any ends stock SGLang.
+    """Checks that a prompt, also an unmarked one, has tokens: an empty one crashes stock SGLang.
 
-    A turn may have none: SGLang puts the history of the session in front of it, and refuses what is empty still.
+    A turn may be empty: SGLang puts the history of the session in front of it, and refuses it if all is empty.
     """
     if not ids and not _is_turn(obj):
         raise request_error(path, "a prompt without tokens", "give at least one token")
 
 
 def _check_has_tokens(text: str, obj: Any, manager: Any, path: str) -> None:
-    """Checks that a plain text has tokens: the tokenizer of a model without BOS may make none of it."""
+    """Checks that an unmarked text has tokens: without a BOS the tokenizer may make none of it."""
     if manager.tokenizer is None or obj.contains_mm_input():
         return
     begin = text[:_BEGIN_LEN]
@@ -379,9 +379,9 @@ def _with_one(params: Mapping[str, Any] | None, opts: RequestOptions | None) -> 
 
 
 def may_get_reply(obj: Any, args: ChunkCacheArgs | None) -> bool:
-    """Whether one of the prompts of a prepared request has marks or options, or continues a session that has some.
+    """Whether a prepared request may get a reply: a prompt of it has marks or options, or is a turn of a session.
 
-    Or the server may find chunks in it that nobody marked.
+    With `--chunk-cache-discover` every request may: the server may find chunks in it that nobody marked.
     """
     if args is not None and args.discover:
         return True

@@ -1,6 +1,6 @@
-"""Replies: what the scheduler said of the choices of one HTTP request, and its summaries.
+"""Replies: what the scheduler said of the choices of one HTTP request, and summaries of it.
 
-Verbs: `note` an output of a choice, `merged` (the object of the OpenAI and Anthropic replies), `header`, `usage`.
+Verbs: `note` (an output of a choice), `merged` (the object of the OpenAI and Anthropic replies), `header`, `usage`.
 This is the one place that adds choices up.
 """
 
@@ -23,7 +23,7 @@ class Replies:
 
     @classmethod
     def of(cls, outputs: Sequence[Mapping[str, Any]]) -> Replies:
-        """Those of a whole response."""
+        """The replies in the outputs of a whole response."""
         return cls({index: output["meta_info"] for index, output in enumerate(outputs)})
 
     def note(self, index: int, meta_info: Mapping[str, Any]) -> None:

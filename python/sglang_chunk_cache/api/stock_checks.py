@@ -1,7 +1,7 @@
-"""What would end a stock server, or be a 500 of it, also where a request has no marks: each is a 400.
+"""Requests that would crash a stock server, or get a 500 from it, with marks or without: each gets a 400.
 
 Verbs: `check_vocabulary` (token ids), `check_parameters` (how it is sampled, which log-probabilities are returned).
-`Names` is how a route calls its fields.
+`Names` has the names of the fields on a route.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from chunk_cache.prompt.chunk_cache_fields import KEY
 
 @dataclass(frozen=True)
 class Names:
-    """How the fields of a request are called on a route, for messages.
+    """The names of the fields of a request on a route, for error messages.
 
     Attributes:
         text, ids: the fields of text and of token ids.
@@ -41,13 +41,13 @@ class Names:
 
 
 _ONE_FOR_ONE = ("rid", "return_hidden_states")
-"""Fields whose lists, given for one prompt, a stock server cannot use."""
+"""Fields of which a stock server cannot use a list for a single prompt."""
 _ONE_FOR_EACH = (
     *("return_logprob", "logprob_start_len", "top_logprobs_num", "token_ids_logprob", "return_sampling_mask"),
     *("sampling_logprobs_mode", "lora_path", "custom_logit_processor", "video_data", "audio_data", "modalities"),
     *("bootstrap_host", "bootstrap_port", "bootstrap_room", "bootstrap_pair_key", "decode_tp_size"),
 )
-"""Fields of which a stock server takes the i-th entry for the i-th prompt without a look at the list's length."""
+"""Fields of which a stock server takes the i-th entry for the i-th prompt without checking the list's length."""
 
 GENERATE_NAMES = Names("text", "input_ids", "sampling_params", "top_logprobs_num")
 COMPLETION_NAMES = Names("prompt", "prompt", "", "logprobs")
@@ -55,7 +55,7 @@ CHAT_NAMES = Names("messages", "messages", "", "top_logprobs")
 
 
 def check_vocabulary(ids: Sequence[int], manager: Any, path: str) -> None:
-    """Checks token ids that a client gave, also of plain requests: one too large ends stock SGLang.
+    """Checks token ids that a client gave, also of unmarked requests: one too large crashes stock SGLang.
 
     Raises:
         ChunkCacheRequestError: one is not of the model's vocabulary.
@@ -70,7 +70,7 @@ def check_parameters(obj: Any, manager: Any, names: Names) -> None:
     """Checks the parameters of a `GenerateReqInput`.
 
     Raises:
-        ChunkCacheRequestError: a stock server could not use one, or it is none that a client may give.
+        ChunkCacheRequestError: a stock server could not use one, or a client may not give it.
     """
     _check_adapter(obj.lora_id)
     _check_lists(obj)
@@ -87,7 +87,7 @@ def _prompts_of(obj: Any) -> Any:
 
 
 def _is_one_prompt(obj: Any) -> bool:
-    """Whether it has a prompt that is no list of prompts; not where only embeddings are given."""
+    """Whether a request has a single prompt, not a list; False where only embeddings are given."""
     prompts = _prompts_of(obj)
     return isinstance(prompts, str) or bool(prompts and isinstance(prompts, list) and isinstance(prompts[0], int))
 
@@ -119,7 +119,7 @@ def _check_lists(obj: Any) -> None:
 
 
 def _check_labels(labels: object) -> None:
-    """Checks labels of metrics; those that the operator did not allow end a stock server that has metrics."""
+    """Checks labels of metrics: those that the operator did not allow crash a stock server with metrics."""
     flags = get_observability()
     allowed = flags.tokenizer_metrics_allowed_custom_labels or ()
     for name in labels if flags.enable_metrics and isinstance(labels, Mapping) else ():
@@ -129,7 +129,7 @@ def _check_labels(labels: object) -> None:
 
 
 def _check_session(session_params: object) -> None:
-    """Checks names and types of the fields of a turn of a session: others end a stock server, or are its 500."""
+    """Checks names and types of the fields of a turn of a session: wrong ones crash a stock server, or get a 500."""
     types = {field.name: field.type for field in msgspec.structs.fields(SessionParams)}
     for name, value in session_params.items() if isinstance(session_params, Mapping) else ():
         if name not in types:
@@ -142,7 +142,7 @@ def _check_session(session_params: object) -> None:
 
 
 def _check_embeds(obj: Any) -> None:
-    """Checks embeddings in the place of tokens: only the offline engine can give some, others end a stock server."""
+    """Checks embeddings in the place of tokens: only the offline engine can give some; others crash a stock server."""
     overrides = obj.positional_embed_overrides
     for one in [overrides] if _is_one_prompt(obj) else each(overrides):
         if one is not None and not isinstance(one, PositionalEmbeds):
@@ -150,7 +150,7 @@ def _check_embeds(obj: Any) -> None:
 
 
 def _check_logprobs(obj: Any, manager: Any, names: Names) -> None:
-    """Checks numbers that end stock SGLang, also of plain requests: too many best tokens, a start below -1."""
+    """Checks numbers that crash stock SGLang, also of unmarked requests: too many best tokens, a start below -1."""
     vocab_size = manager.model_config.vocab_size
     for num_top in _numbers(obj.top_logprobs_num):
         if num_top > vocab_size:
@@ -164,7 +164,7 @@ def _check_logprobs(obj: Any, manager: Any, names: Names) -> None:
 
 
 def _check_stop_ids(sampling_params: object, manager: Any, names: Names) -> None:
-    """Checks the ids that a minimal length holds back, also of plain requests: others end stock SGLang."""
+    """Checks stop ids where `min_new_tokens` suppresses them: ids outside the vocabulary crash stock SGLang."""
     vocab_size = manager.model_config.vocab_size
     for params in each(sampling_params):
         ids = _numbers(params.get("stop_token_ids")) if isinstance(params, Mapping) else []
@@ -174,7 +174,7 @@ def _check_stop_ids(sampling_params: object, manager: Any, names: Names) -> None
 
 
 def _check_sampling(sampling_params: object, manager: Any, names: Names) -> None:
-    """Checks what stock SGLang answers with a 500, also of plain requests, such as a pattern that is none."""
+    """Checks sampling parameters that stock SGLang answers with a 500, such as an invalid pattern."""
     is_list = isinstance(sampling_params, (list, tuple))
     for index, params in enumerate(each(sampling_params)):
         path = f"{names.sampling_params}[{index}]" if is_list else names.sampling_params
@@ -192,7 +192,7 @@ def _check_sampling(sampling_params: object, manager: Any, names: Names) -> None
 
 
 def _sampling_problem(params: Any, manager: Any) -> str | None:
-    """Why a scheduler could not be given these parameters, in SGLang's words; None = nothing."""
+    """Why these parameters cannot be sent to a scheduler, in SGLang's words; None = they can."""
     try:
         built = manager.sampling_params_class(**{**params, "custom_params": _others_params(params)})
         built.normalize(manager.tokenizer)
@@ -201,7 +201,7 @@ def _sampling_problem(params: Any, manager: Any) -> str | None:
             return "it must be below 2**31"
         sent = msgspec.msgpack.encode(built, enc_hook=enc_hook)
         msgspec.msgpack.decode(sent, type=type(built), dec_hook=dec_hook, ext_hook=ext_hook)
-    except Exception as error:  # noqa: BLE001  (of any kind: that is what is wrong with stock)
+    except Exception as error:  # noqa: BLE001  (any kind: stock SGLang fails with it too)
         return one_line(error).rstrip(".")
     return None
 
@@ -218,12 +218,12 @@ def _numbers(given: object) -> list[int]:
 
 
 def each(given: object) -> Sequence[Any]:
-    """What was given for each prompt, or for all."""
+    """`given` as a sequence: a value for each prompt, or the one for all."""
     return given if isinstance(given, (list, tuple)) else [given]
 
 
 def _are_below(ids: Sequence[int], bound: int) -> bool:
-    """Whether all are whole numbers from 0 to `bound - 1`; a sixth of the time that `min` and `max` take."""
+    """Whether all are whole numbers from 0 to `bound - 1`, in a sixth of the time that `min` and `max` take."""
     try:
         return bool(np.frombuffer(array("I", ids), dtype="I").max(initial=0) < bound)
     except (OverflowError, TypeError):

@@ -1,7 +1,7 @@
 """ChunkCacheArgs: the options that a server was started with, the same in every process.
 
 Verbs: `add_flags` (command line), `from_flags` (parsed values -> `ChunkCacheArgs` or None), `attach` / `attached`
-(on a `ServerArgs` record, which SGLang pickles to its children), `instance_of` (that server), `exported` (to the
+(on a `ServerArgs` record, which SGLang pickles to its children), `instance_of` (its name), `exported` (to the
 environment while children are started), `inherit` (in such a child), `set_args` / `get_args` (this process).
 
 Promises: off means None everywhere; a bad option is one sentence and a non-zero exit code, before anything starts;
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 ENV_NAME = "SGLANG_CHUNK_CACHE"
 REFUSAL_ENV_NAME = "SGLANG_CHUNK_CACHE_REFUSAL"
-"""Launching process, and the file in which a child of it says why it refuses to start."""
+"""Holds the id of the launching process, and the file in which its child says why it refuses to start."""
 RADIX_CACHE_BACKEND = "chunk_cache"
 
 _ATTACHED = "_chunk_cache"
@@ -55,7 +55,7 @@ class StartRefused(SystemExit):
 
 
 class _RefusalTold(StartRefused):
-    """The same in a child, whose launching process says the sentence."""
+    """`StartRefused` in a child; the process that launched it prints the sentence."""
 
     def __init__(self, sentence: str) -> None:
         super().__init__(sentence)
@@ -86,10 +86,10 @@ class ChunkCacheArgs:
         separator: the string that marks chunks in text prompts; never empty.
         config: the object of `--chunk-cache-config`, checked by `chunk_cache.options.config.parse_config`.
         selector: Hugging Face folder or name of the auxiliary model that selects; None = there is none.
-        target: that of `--chunk-cache-target`, checked by `chunk_cache.gate.target.parse_target`; None = there is none.
+        target: the object of `--chunk-cache-target`, checked by `chunk_cache.gate.target.parse_target`; None = none.
         marks: whether texts that clients mark for the prefix cache of another service are chunks.
         parts: whether the text parts of a message with several parts are chunks.
-        discover: whether passages that were there before are chunks in prompts without marks.
+        discover: whether passages of earlier prompts are chunks in prompts without marks.
     """
 
     method: str = DEFAULT_METHOD
@@ -228,8 +228,8 @@ def _parse_object(name: str, value: object) -> object:
 
 
 def _ends_in_comma(text: str, error: ValueError) -> bool:
-    """Whether text stops being JSON at a comma in front of the end of an object or a list."""
-    before = text[: getattr(error, "pos", 0)].rstrip()  # Python 3.13 counts to the comma, others to what follows it
+    """Whether the error is a comma in front of the end of an object or a list."""
+    before = text[: getattr(error, "pos", 0)].rstrip()  # in Python 3.13 of the comma, in others of what follows it
     return re.match(r"\s*,\s*[\]}]", text[len(before.removesuffix(",")) :]) is not None
 
 
@@ -243,7 +243,7 @@ def attach(server_args: Any, args: ChunkCacheArgs) -> None:
 
 
 def change(server_args: Any, args: ChunkCacheArgs) -> None:
-    """Other options, as the model asks for them, on a record that `attach` was given."""
+    """Replaces the options on a record that `attach` was given, where the model needs others."""
     setattr(server_args, _ATTACHED, args.dumps())
     if get_args() is not None:
         set_args(args)
@@ -259,7 +259,7 @@ def attached(server_args: Any) -> ChunkCacheArgs | None:
 
 
 def instance_of(server_args: Any) -> str:
-    """Name of the server of a record that `attach` was given: one in all its processes, another at every start."""
+    """Name of the server, noted by `attach`: the same in all its processes, another at every start."""
     return str(getattr(server_args, _INSTANCE))
 
 
@@ -268,7 +268,7 @@ def exported(args: ChunkCacheArgs | None) -> Iterator[None]:
     """Children that are started inside inherit `args`; with None they inherit nothing.
 
     Raises:
-        StartRefused: one of them refused to start, for which SGLang gives up with an error of its own.
+        StartRefused: one of them refused to start; it takes the place of the error that SGLang raises then.
     """
     before = os.environ.pop(ENV_NAME, None)
     try:
@@ -286,7 +286,7 @@ def exported(args: ChunkCacheArgs | None) -> Iterator[None]:
 
 @contextmanager
 def _refusals_told() -> Iterator[None]:
-    """Inside, what a child says of why it refuses to start takes the place of SGLang's error, that it died."""
+    """Inside the scope, a child's reason to refuse the start replaces SGLang's error that the child died."""
     with tempfile.NamedTemporaryFile("r", encoding="utf-8") as file:
         os.environ[REFUSAL_ENV_NAME] = f"{os.getpid()} {file.name}"
         try:

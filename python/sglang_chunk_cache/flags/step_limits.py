@@ -1,6 +1,6 @@
 """Bounds of one step, as SGLang's own flags set them; in any of its processes.
 
-Verbs: `step_len` (rows of a step), `most_unknown_rows` (rows of one whose rows are found in the forward).
+Verbs: `step_len` (rows of a step), `most_unknown_rows` (rows of a step in which the forward chooses rows).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ def step_len() -> int | None:
 
 
 def most_unknown_rows() -> int | None:
-    """Rows of a step in which only the forward finds which of them are needed; None = any number.
+    """Most rows of a step in which only the forward finds which of them are needed; None = any number.
 
     Such rows cannot be cut into steps, so their activations are in memory together: as many as `--max-prefill-tokens`
     allows in one batch of stock SGLang.

@@ -1,4 +1,4 @@
-"""What SGLang's HTTP server gets: the routes `/chunk_cache/...` and the headers of replies (`add_routes`).
+"""Adds the routes `/chunk_cache/...` and the headers of replies to SGLang's HTTP server (`add_routes`).
 
 Who may ask is decided by SGLang, as for its own `/flush_cache` (`--api-key`, `--admin-api-key`).
 """
@@ -30,7 +30,7 @@ def add_routes(to: FastAPI = app) -> None:
 def decide_request_auth(
     original: Callable[..., AuthDecision], *, method: str, path: str, **kwargs: Any
 ) -> AuthDecision:
-    """AROUND SGLang's: everybody may open the page, which shows nothing before its routes have been given a key."""
+    """AROUND SGLang's: anybody may open the page; the routes that give it data still ask for the key."""
     if method in ("GET", "HEAD") and path in (PREFIX, f"{PREFIX}/"):  # the latter is redirected
         return AuthDecision(allowed=True)
     return original(method=method, path=path, **kwargs)
@@ -43,7 +43,7 @@ def _add(to: FastAPI, route: Route) -> None:
     async def endpoint(request: Request) -> Response:
         return await reply(answer, get_global_state().tokenizer_manager.chunk_cache_admin, request)
 
-    # FastAPI describes it by its name and text.
+    # FastAPI describes a route by the name and docstring of its function.
     endpoint.__name__, endpoint.__doc__ = path.rpartition("/")[2], f"{method} {path}"
     is_page = path == PREFIX
     to.add_api_route(path, endpoint, methods=[method, *(["HEAD"] if is_page else [])], include_in_schema=not is_page)

@@ -1,8 +1,8 @@
 """`/v1/messages`: the reply in messages of Anthropic.
 
-The marks of a request are found where its body is read (`chunk_cache/prompt/marked_body.py`); SGLang makes a chat of
-it, in which they stand in tags. The reply is `sglext.chunk_cache`, as on the OpenAI routes, and two fields of `usage`;
-in a stream both are in the event `message_start`. What came from chunks is counted in `input_tokens`, and never in
+Marks are found when the body is read (`chunk_cache/prompt/marked_body.py`); SGLang turns the request into a chat, in
+which the marks are tags. The reply is `sglext.chunk_cache`, as on the OpenAI routes, and two fields of `usage`; in a
+stream both are in the event `message_start`. Tokens from chunks count in `input_tokens`, never in
 `cache_read_input_tokens`.
 """
 

@@ -1,4 +1,4 @@
-"""What SGLang decides about K and V before it calls an attention backend, where one of ours attends or looks on.
+"""Decisions of SGLang about K and V before it calls an attention backend, changed where our code attends or observes.
 
 Verbs: `enable_fused_set_kv_buffer` (handler of a hook), `writes_kv_early`, `keep_latent_rows` (at the start).
 """
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 _WRITES_EARLY = "chunk_cache_kv_is_written_early"
-"""Attribute of a backend of a model that writes K and V where it rotates K."""
+"""Attribute that is set on the backend of a model that writes K and V when it rotates K."""
 
 
 def enable_fused_set_kv_buffer(original: Callable[[ForwardBatch], bool], forward_batch: ForwardBatch) -> bool:
-    """AROUND `models.utils.enable_fused_set_kv_buffer`: K and V are written by what attends, if that is ours.
+    """AROUND `models.utils.enable_fused_set_kv_buffer`: where our code attends, it also writes K and V.
 
-    Fused into the rotation, rows would be written that leave before they attend, and before what is loaded for a layer.
+    A write fused into the rotation would include rows that leave before they attend, and come before a layer's load.
     """
     backend = get_attn_backend()
     attention, _ = attending_now(backend)
@@ -42,7 +42,7 @@ def writes_kv_early(backend: AttentionBackend) -> bool:
 
 
 def keep_latent_rows() -> None:
-    """From here on a layer of latent attention (MLA) attends from the rows of the pool where one of ours looks at them.
+    """Has layers of latent attention (MLA) attend from the latent rows of the pool where our code attends or observes.
 
     SGLang chooses between that form and one with K and V of every head, for which a backend has no rows to attend from.
     """
@@ -53,7 +53,7 @@ def keep_latent_rows() -> None:
 
 @dataclass(frozen=True)
 class _LatentChoice:
-    """SGLang's choice of the form, for one of its backends, but where rows are needed."""
+    """SGLang's choice between the two forms, for one of its backends, except where latent rows are needed."""
 
     stock: Callable[[Any, Any], Any]
 

@@ -1,14 +1,14 @@
 """`/v1/chat/completions`: chunks inside messages, and beside them.
 
-Whatever marks a chunk (separators in a text, a mark of another service, an entry of `chunks` or `documents`) stands
-in the messages as a pair of tags (`chunk_cache/prompt/marks.py`) before the chat template is applied; the rendered text
-is split at them and tokenized as a whole. So a conversation whose earlier turns are sent again keeps the chunks of
+Every mark of a chunk (separators in a text, a mark of another service, an entry of `chunks` or `documents`) becomes a
+pair of tags in the messages (`chunk_cache/prompt/marks.py`) before the chat template is applied; the rendered text is
+split at the tags and tokenized as a whole. So a conversation whose earlier turns are sent again keeps the chunks of
 every turn.
 
 Promises: chunks that were marked for us are in the rendered prompt, letter by letter, as they were sent; a template
-that drops, repeats or escapes them is noticed, and the request gets a 400. Marks of other services change nothing:
-the prompt is rendered without them too, and where the two differ they are not used, and named in a header of the
-response.
+that drops, repeats or escapes them is noticed, and the request gets a 400. Marks of other services never change the
+prompt: it is rendered without them too, and if the two texts differ, the marks are not used, and a header of the
+response names them.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ class Rendering:
     """One request on its way through the template.
 
     Attributes:
-        marks: its chunks, which stand in tags.
-        separator: the separator of the server, which must not stand in what is rendered.
-        encoded: the tokenized prompt, once it is known; None = it has no chunks.
+        marks: of its chunks, which stand in tags.
+        separator: the server's separator, which must not stand in the rendered text.
+        encoded: the tokenized prompt; None = not tokenized yet, or it has no chunks.
     """
 
     marks: Marks
@@ -55,12 +55,12 @@ class Rendering:
 
     @property
     def path(self) -> str:
-        """Where a message about the whole rendering points to."""
+        """JSON path for an error about the whole rendering."""
         return self.marks.own[0].path if self.marks.own else "messages"
 
     @property
     def found(self) -> tuple[Mark, ...]:
-        """The marks of its chunks."""
+        """The marks of the chunks in the tokenized prompt."""
         return () if self.encoded is None else self.encoded.marks
 
     def encode(self, tokenizer: Any, rendered: str, encode_kwargs: Any) -> list[int] | None:
@@ -84,7 +84,7 @@ class Rendering:
 
 
 class MarkedEncoding(dict[str, Any]):
-    """What a text is tokenized with, and the request whose text it is; SGLang hands it on to what tokenizes."""
+    """SGLang's `encode_kwargs`, which it passes to the function that tokenizes, with the `rendering` of the request."""
 
     def __init__(self, encode_kwargs: Mapping[str, Any], rendering: Rendering) -> None:
         super().__init__(encode_kwargs)
@@ -93,7 +93,7 @@ class MarkedEncoding(dict[str, Any]):
 
 @dataclass
 class TextWanted:
-    """Stands in the place of what a text is tokenized with: the text is wanted, and no token ids."""
+    """Passed in the place of `encode_kwargs` to get the rendered text, and no token ids."""
 
     text: str | None = None
 
@@ -206,7 +206,7 @@ class ChunkServingChat(OpenAIServingChat):
         return wanted.text
 
     def _apply_conversation_template(self, request: Any, is_multimodal: bool) -> Any:
-        """With a built-in template SGLang tokenizes here."""
+        """Encodes the chunks of a chat with a built-in template, which SGLang tokenizes here."""
         result = super()._apply_conversation_template(request, is_multimodal)
         rendering = self.rendering
         if rendering is None:
@@ -232,13 +232,13 @@ class ChunkServingChat(OpenAIServingChat):
 
 
 def _has_images_only(adapted: Any, request: Any) -> bool:
-    """Whether a chat has images and nothing else beside its text, which is all in what was rendered."""
+    """Whether a chat has images and no other media, and all of its text is in the rendered prompt."""
     others = (adapted.video_data, adapted.audio_data, request.continue_final_message)
     return bool(adapted.image_data) and not any(others)
 
 
 def ignore_marks(exchange: Exchange) -> None:
-    """Leaves the texts of a request alone whose prompt is given as token ids."""
+    """Ignores marks in a request whose prompt is given as token ids; passages in `chunks` are an error there."""
     asked, marks = exchange.asked, exchange.marks
     if asked.passages:
         raise request_error(f"{asked.path}.chunks", "input_ids are given too", "send one of the two")
@@ -282,7 +282,7 @@ def _put_in_front(messages: list[Any], passages: tuple[Passage, ...], exchange: 
 def _give_spans(adapted: Any, encoded: MarkedIds, manager: Any, opts_path: str) -> None:
     """Writes spans and ids of the chunks into the options of a request, where a client would give them.
 
-    Spans that are no list stay, to be refused where the options are checked.
+    Spans of the client that are no list stay, and are refused when the options are checked.
     """
     if len(encoded.spans) > MAX_CHUNKS:
         problem = f"{len(encoded.spans)} chunks, and {MAX_CHUNKS} is the limit"

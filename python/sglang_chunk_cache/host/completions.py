@@ -54,7 +54,7 @@ def _place(request: Any, exchange: Exchange) -> None:
 
 
 def _without_marks(prompt: Any, exchange: Exchange, args: ChunkCacheArgs) -> Any:
-    """A prompt for the echo; token ids stay as they are."""
+    """A prompt as it is echoed: text without marks, token ids as they are."""
     if isinstance(prompt, list):
         return [_without_marks(one, exchange, args) for one in prompt] if isinstance(prompt[0], str) else prompt
     marked = split_marked(prompt, args.separator, COMPLETION_NAMES.text)

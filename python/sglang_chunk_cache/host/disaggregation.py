@@ -1,14 +1,14 @@
 """The prefill server of a pair (`--disaggregation-mode prefill`), where it differs from one that decodes too.
 
-Verbs: `waiting` (all requests that wait), `drop_waiting` (some of them leave),
-`refuse_kept` (before one is sent). Of requests for which no decode server waits: `own_fields`, `let_store`.
+Verbs: `waiting` (all requests that wait), `drop_waiting` (removes some of them), `refuse_kept` (before one is sent).
+For requests that no decode server waits for: `own_fields`, `let_store`.
 
 A request waits in the bootstrap queue until its decode server has room, and then in SGLang's waiting queue; its loads
-begin when it comes. Once computed it is sent from its own row of slots, private ones included, and released when all
-has arrived; then its fused chunks get nodes.
+from the tiers begin when it arrives. Once computed, it is sent from its own row of slots, private ones included, and
+released when all has arrived; then its fused chunks get nodes.
 
-Promise: no decode server takes KV of fused requests for exact. One that keeps prefixes tells, with each request, how
-many tokens of it it has: such a request fails.
+Promise: no decode server mistakes KV of fused requests for exact KV. A decode server that keeps prefixes says with each
+request how many of its tokens it has; such a request fails.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 def refuse_kept(req: Req, *, is_last: bool) -> bool:
-    """Whether a decode server has kept a prefix of a request, so that nothing is sent; both are told with the last."""
+    """Whether the decode server has kept a prefix, so nothing is sent; with the last part both get the error."""
     num_kept = req.disagg_decode_prefix_len
     if num_kept and is_last:
         reason = (
@@ -40,7 +40,7 @@ def refuse_kept(req: Req, *, is_last: bool) -> bool:
 
 
 def own_fields(server_args: Any) -> dict[str, Any]:
-    """Fields of a request of the server's own, which is computed and sent to nobody, as SGLang's health checks are."""
+    """Extra fields of a request that the server makes itself: it is sent to no decode server, like a health check."""
     if server_args.disaggregation_mode != "prefill":
         return {}
     from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST
@@ -49,9 +49,9 @@ def own_fields(server_args: Any) -> dict[str, Any]:
 
 
 def let_store(req: Req) -> None:
-    """Keeps what a request with marks computes where no decode server waits for it: it was sent for its chunks.
+    """Lets chunks of a request be stored although no decode server waits for it: it was sent to store them.
 
-    SGLang keeps nothing of such requests, which for it are health checks and the like.
+    SGLang stores nothing of such requests, which it takes for health checks and the like.
     """
     from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST
 
@@ -66,7 +66,7 @@ def waiting(scheduler: Scheduler) -> list[Req]:
 
 
 def drop_waiting(scheduler: Scheduler, drops: Callable[[Req], bool]) -> None:
-    """Requests that wait, and that nobody reads, leave without an answer."""
+    """Removes the waiting requests that `drops` selects, without an answer: nobody reads them."""
     dropped = [req for req in waiting(scheduler) if drops(req)]
     scheduler.waiting_queue = [req for req in scheduler.waiting_queue if not drops(req)]
     bootstrap = scheduler.disagg_prefill_bootstrap_queue

@@ -1,7 +1,7 @@
 """ChunkDPAttnAdapter: what ranks of data-parallel attention (`--attn-dp-size`) tell each other before a step.
 
-Each rank attends for requests of its own and then computes the layers between for all; so the tokens that it tells must
-be those that its forward has, from the first layer to the last. Verb: `telling_rows` (makes one of SGLang's).
+Each rank attends for its own requests; all ranks compute the other layers together. So the number of tokens that a rank
+announces must be the one that its forward has at every layer. Verb: `telling_rows` (replaces SGLang's adapter).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class ChunkDPAttnAdapter(SchedulerDPAttnAdapter):
-    """The others are told of the rows that are due too, which the batch does not have yet."""
+    """Announces the rows that are due too, which the batch does not have yet."""
 
     __slots__ = ()
 
@@ -35,5 +35,5 @@ class ChunkDPAttnAdapter(SchedulerDPAttnAdapter):
 
 
 def telling_rows(adapter: SchedulerDPAttnAdapter) -> ChunkDPAttnAdapter:
-    """The same adapter, one of ours."""
+    """The same adapter as a `ChunkDPAttnAdapter`."""
     return ChunkDPAttnAdapter(**{field.name: getattr(adapter, field.name) for field in fields(adapter)})

@@ -1,8 +1,8 @@
 """ForwardBatch: rows that are due stand in front of an ordinary extend.
 
 Verb (handler of a hook): `init_forward_batch` adds the rows that are due to the batch that the model sees, and
-announces the forward to `host/model_runner.py`. A model that drafts sees the same rows behind the target, as
-`start/draft_model` says.
+announces the forward to `host/model_runner.py`. A draft model computes the same rows after the target
+(`start/draft_model`).
 
 Promises: the scheduler's batch is never changed (`forward/batch/row_arrays`). Logits are taken from the last row, which
 is the last token of the ordinary extend.
@@ -66,7 +66,7 @@ def init_forward_batch(
         added = None if draft is None else chunks.target_forwards.take(batch)
         if draft is None or added is None:
             return init(batch)
-        kwargs["kv_loc_plan"] = None  # that of SGLang is of the rows of the target's last forward
+        kwargs["kv_loc_plan"] = None  # SGLang's plan is for the rows of the target's last forward
         return announce(_draft_forward(fused(kernel=draft.kernel), added))
     forward = _target_forward(fused, batch, model_runner, chunks, init)
     if draft is not None:
@@ -106,7 +106,7 @@ def _target_forward(
     copies = [layer_copy for one in added for layer_copy in one.layer_copies]
     if chunks.landings is None or not copies:
         return forward(timing=_timing(chunks, batch, added))
-    # A forward that waits for layers says nothing of what computing takes.
+    # Not timed: a forward that waits for layers does not show how long computing takes.
     instead = partial(_without_loads, fused, chunks, chunks.landings, added)
     return forward(loads=chunks.landings.loads(copies), instead=instead)
 
@@ -119,7 +119,7 @@ def _states_of(chunks: ChunkRuntime) -> States | None:
 
 
 def _draft_forward(fused: FusedBatch, added: Sequence[AddedRows]) -> Forward:
-    """A prompt in the model that drafts, behind the target's forward of the same batch.
+    """The draft model's forward of a prompt, after the target's forward of the same batch.
 
     SGLang's `_draft_extend_for_prefill` asks for it, with the hidden states of the target's rows where the draft reads
     them.
@@ -137,7 +137,7 @@ def _draft_forward(fused: FusedBatch, added: Sequence[AddedRows]) -> Forward:
 def _without_loads(
     fused: FusedBatch, chunks: ChunkRuntime, landings: PartialLoads, added: Sequence[AddedRows], reason: str
 ) -> Forward:
-    """The same batch once more, with every token computed where KV was to arrive that does not."""
+    """The same batch again, with every token computed in requests whose layers were still to arrive."""
     batch = fused.batch
     for req, one in zip(batch.reqs, added, strict=True):
         if one.load is None or one.state is None or not one.layer_copies:
@@ -154,12 +154,12 @@ def _without_loads(
 
 
 def _tail_lens(batch: ScheduleBatch) -> tuple[int, ...] | None:
-    """Hidden states are returned of the ordinary extends, but a draft of EAGLE wants those of all rows."""
+    """Lengths of the ordinary extends, of which hidden states are returned; None for EAGLE, which needs all rows."""
     return None if batch.spec_algorithm.is_eagle() else tuple(batch.extend_lens)
 
 
 def _move_to_true_positions(forward_batch: ForwardBatch, batch: ScheduleBatch) -> None:
-    """A packed request has fewer slots than tokens; SGLang takes the position of a new token from their number."""
+    """Corrects positions of packed requests: SGLang counts slots, of which they have fewer than tokens."""
     num_dropped = [0 if (state := state_of(req)) is None else state.packing.num_dropped for req in batch.reqs]
     if any(num_dropped):
         (moved,) = upload([np.array(num_dropped, dtype=np.int64)], forward_batch.positions.device)
@@ -169,7 +169,7 @@ def _move_to_true_positions(forward_batch: ForwardBatch, batch: ScheduleBatch) -
 def _observers(
     model_runner: ModelRunner, chunks: ChunkRuntime, batch: ScheduleBatch, begins: Sequence[int], end: int | None
 ) -> tuple[Observer, ...]:
-    """Observers of what a forward computes from `begins` on, per request, up to `end` or that of the extend."""
+    """Observers of what a forward computes of each request, from `begins` to `end` (None: the end of its extend)."""
     ends = [p + n if end is None else end for p, n in zip(batch.prefix_lens, batch.extend_lens, strict=True)]
     spans = list(zip(begins, ends, strict=True))
     kv_pool = model_runner.token_to_kv_pool

@@ -1,7 +1,7 @@
 """The HTTP app of one of several tokenizer workers (`--tokenizer-worker-num`): `app`.
 
-Such a process imports its app by the name in `SGLANG_HTTP_SERVER_APP_PATH` and loads no plugin, so what tokenizes and
-answers is hooked here, before SGLang makes any of it. The options come with SGLang's own `ServerArgs`.
+Such a process imports its app by the name in `SGLANG_HTTP_SERVER_APP_PATH` and loads no plugin. So the hooks for
+tokenizing and answering are applied here, before SGLang makes objects. The options come with SGLang's own `ServerArgs`.
 """
 
 from __future__ import annotations

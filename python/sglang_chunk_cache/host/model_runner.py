@@ -1,9 +1,9 @@
 """ModelRunner: one forward, in which rows stand in front of ordinary extends.
 
-Verb: `forward` (handler of a hook: has the rows attended to for the time of one forward, of one part after another
-where a step has no room for all rows, or a question must find some).
+Verb: `forward` (handler of a hook: lets our code attend during one forward; the forward runs in several parts if a step
+has no room for all rows, or if a question must first choose some).
 
-Promises: a batch of which nothing was announced is SGLang's alone; nothing announced outlives its forward.
+Promises: SGLang alone computes a batch without an announced forward; an announcement ends with its forward.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def forward(
 
 
 def _compute(forward: Forward, stock: Callable[[ForwardBatch], Any], model_runner: ModelRunner) -> Any:
-    """All parts, and what is computed instead where KV does not arrive; the output of the last."""
+    """Computes all parts, or another forward instead if KV does not arrive; returns the output of the last part."""
     *before, last = forward.parts
     hidden: list[torch.Tensor] = []
     with forward.timing or contextlib.nullcontext():
@@ -72,12 +72,12 @@ def _compute(forward: Forward, stock: Callable[[ForwardBatch], Any], model_runne
 def _give_hidden(
     logits_output: Any, before: list[torch.Tensor], attention: Attention, tail_lens: tuple[int, ...] | None
 ) -> None:
-    """Leaves the hidden states that SGLang expects: of all rows for a draft of EAGLE, else of the ordinary extends."""
+    """Sets the hidden states that SGLang expects: of all rows for EAGLE, else of the ordinary extends only."""
     own = logits_output.hidden_states
     if tail_lens is None:
         logits_output.hidden_states = torch.cat([*before, own])
         return
-    ends = itertools.accumulate(attention.row_lens)  # those that are left; rows of an extend never leave
+    ends = itertools.accumulate(attention.row_lens)  # rows that are left; those of an extend never leave
     tails = [own[end - tail_len : end] for end, tail_len in zip(ends, tail_lens, strict=True)]
     logits_output.hidden_states = torch.cat(tails)
 
@@ -85,11 +85,11 @@ def _give_hidden(
 def _compute_part(
     part: Part, loads: LayerLoads | None, stock: Callable[[ForwardBatch], Any], model_runner: ModelRunner
 ) -> Any:
-    """What SGLang's forward gives; None where the part ends before."""
+    """Computes one part; returns the output of SGLang's forward, or None if the part ends at an earlier layer."""
     attention, output = part.attention, None
     if attention is None and not part.observers and part.states is None:
         return stock(part.batch)
-    # For observers where stock attention serves; a copy, because some models add to what they are given.
+    # For observers of stock attention; a copy, because some models change their positions in place.
     stock_positions = part.batch.positions.clone() if attention is None else None
     layerwise: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     if isinstance(attention, LayerwiseForward) and attention.rows_leave:
@@ -109,15 +109,14 @@ def _compute_part(
 
 @contextlib.contextmanager
 def _graphs_that_fit(model_runner: ModelRunner, part: Part, loads: LayerLoads | None) -> Iterator[None]:
-    """Inside the scope a prefill graph is replayed only where it calls the backend for every layer.
+    """Inside the scope a prefill graph is replayed only if it calls the backend for every layer, as breakable ones do.
 
-    SGLang asks the runner of the graphs by this attribute alone, of a batch that it sees as any other; so the attribute
-    is None meanwhile. A model's forwards do not nest.
+    SGLang decides by the attribute `prefill_cuda_graph_runner` alone, so the attribute is None meanwhile where no graph
+    fits. A model's forwards do not nest.
 
-    A breakable graph does. No graph can replay a forward in which rows leave, or one that ends before its last layer.
-    What some models captured writes K and V of the rows before the backend is called: no place for layers that are
-    brought in then, which would lie over them, nor for a correction, which reads what stood there. Layers with states
-    are computed in rounds, or twice.
+    No graph fits a forward in which rows leave, one that ends before its last layer, or one with states, whose layers
+    are computed in rounds or twice. Graphs of some models write K and V of the rows before they call the backend: KV
+    that is brought in for a layer then would lie over the rows, and a correction could not read what stood there.
     """
     runner = model_runner.prefill_cuda_graph_runner
     fits = isinstance(getattr(runner, "backend", None), BreakableCudaGraphBackend)

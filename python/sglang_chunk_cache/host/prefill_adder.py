@@ -1,11 +1,11 @@
-"""ChunkPrefillAdder: SGLang's prefill scheduler, which counts a fused request as what it is.
+"""ChunkPrefillAdder: SGLang's prefill admission, which charges a fused request for the rows that it computes.
 
-Promises: a fused request is charged the rows that its forward computes, no more and no less, and no step has more than
-SGLang's flags allow (`flags/step_limits`). A request with more rows than a step is computed in several, as a prompt is
-in chunked prefill (`chunk_cache.plan.plan_steps`); one whose rows have no room in this step waits for the next.
-Nothing overtakes it in SGLang's own order of the queue, so it does not starve. A request that would take the room of
-reused chunks waits for one that runs, never for nothing. A question that chooses rows is not cut off where a step has
-room for it. A loaded token is never counted as cached.
+Promises: a fused request is charged exactly the rows that its forward computes, and no step has more rows than SGLang's
+flags allow (`flags/step_limits`). A request with more rows than a step is computed in several, like a prompt in chunked
+prefill (`chunk_cache.plan.plan_steps`); one whose rows have no room in this step waits for the next. Nothing overtakes
+it in SGLang's own order of the queue, so it does not starve. A request that would have reused chunks evicted waits
+while others run that will free room, and is let in if none does. A question that chooses rows is not cut off where a
+step has room for it. A loaded token is never counted as cached.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class ChunkPrefillAdder(PrefillAdder):
     chunked_req_limit: int | None
 
     def __init__(self, *args: Any, num_in_transfer: int = 0, **kwargs: Any) -> None:
-        """Made as SGLang's; `num_in_transfer` requests were computed and give their room back once they were sent."""
+        """Takes SGLang's arguments; `num_in_transfer` computed requests will free their room once they are sent."""
         super().__init__(*args, **kwargs)
         self._num_in_transfer = num_in_transfer
 
@@ -68,10 +68,10 @@ class ChunkPrefillAdder(PrefillAdder):
             return admission
         if admission is not AddReqResult.OTHER:
             return admission
-        if plan.selection is None and admitted is not None:  # what decodes beside it takes room
+        if plan.selection is None and admitted is not None:  # requests that decode beside it take room
             return self._select_first_step(req, admitted, plan, **kwargs)
-        # Rows that are chosen in the forward are there together: the tail is sized as if there were none, as far as
-        # --max-prefill-tokens allows, and the step is charged for both, which closes it.
+        # Rows that the forward chooses cannot be cut into steps: the tail is sized as if there were no rows, as far as
+        # --max-prefill-tokens allows, and the step is charged for both, so nothing else is admitted to it.
         admission = self._as_stock()._select_prefill_admission(req, **kwargs)
         if isinstance(admission, AddReqResult):
             return admission
@@ -79,20 +79,20 @@ class ChunkPrefillAdder(PrefillAdder):
         return _shortened(admission, self._most_behind(plan))
 
     def _select(self, req: Req, **kwargs: Any) -> Any:
-        """SGLang's admission, but no second request is cut off."""
+        """Admits as SGLang does, except that a step never cuts off a second request."""
         admission = super()._select_prefill_admission(req, **kwargs)
         is_cut = not isinstance(admission, AddReqResult) and admission.is_chunked
         return AddReqResult.OTHER if is_cut and self._has_cut(**kwargs) else admission
 
     def _has_cut(self, *, has_chunked_req: bool = False, **_: Any) -> bool:
-        """Whether a request goes on in the next step; SGLang knows of one only."""
+        """Whether a request is already cut off and continues in the next step; SGLang can handle one only."""
         return has_chunked_req or self.new_chunked_req is not None
 
     def _select_first_step(self, req: Req, admitted: Admission, plan: RecomputePlan, **kwargs: Any) -> Any:
-        """What the first of several steps brings in and computes; the others follow in `add_chunked_req`."""
+        """Admits the first of several steps of a request; `add_chunked_req` adds the others."""
         most = self.rem_chunk_tokens
         assert most is not None, "without chunked prefill nothing needs steps"
-        # Where later steps begin must not depend on the batch on a server that is to be deterministic.
+        # On a deterministic server the beginning of later steps must not depend on the batch.
         is_late = kwargs["truncation_align_size"] is not None and bool(self.can_run_list)
         if is_late or self._has_cut(**kwargs) or most <= 0:
             return AddReqResult.OTHER
@@ -111,7 +111,7 @@ class ChunkPrefillAdder(PrefillAdder):
         return _shortened(admission, end - step.load_end)
 
     def _most_behind(self, plan: RecomputePlan) -> int:
-        """Tokens behind rows that the forward chooses; a question is whole, which the plan has made sure of."""
+        """Most tokens behind rows that the forward chooses. A question stays whole: the plan made sure that it fits."""
         assert plan.selection is not None
         most, length = most_unknown_rows(), plan.prompt_len - plan.load_end
         if most is None or METHODS[plan.selection.method].reads_question:
@@ -127,7 +127,7 @@ class ChunkPrefillAdder(PrefillAdder):
             return super().add_chunked_req(req)
         if self.chunked_req_limit is not None:
             most = min(most, self.chunked_req_limit)
-        most = max(most, 1)  # where others that decode leave nothing
+        most = max(most, 1)  # even if decoding requests leave no room
         step = next_step(plan, req.prefix_len, most)
         if step.load_end > req.prefix_len:
             part = self.tree_cache.load_part(req, step.load_end)
@@ -145,13 +145,13 @@ class ChunkPrefillAdder(PrefillAdder):
         return left
 
     def _as_stock(self) -> PrefillAdder:
-        """The step as SGLang sees it, which knows of no rows; to select by, not to commit to."""
+        """A copy of this adder as SGLang's own class, which knows of no rows: to select by, not to commit to."""
         stock = copy.copy(self)
         stock.__class__ = PrefillAdder
         return stock
 
     def _takes_kept_room(self, num_tokens: int) -> bool:
-        """Whether so many tokens more would have reused chunks evicted while others run that will give theirs back."""
+        """Whether `num_tokens` more would have reused chunks evicted although requests run that will free room."""
         running = bool(self.running_batch and self.running_batch.reqs) or self._num_in_transfer > 0
         if self.preempt_list or not (self.can_run_list or running):
             return False
@@ -173,13 +173,13 @@ class ChunkPrefillAdder(PrefillAdder):
             chunks = known_runtime_of(self.tree_cache)
             if not is_refresh(req.rid):
                 chunks.metrics.count_plan(plan)
-            # The adapter may be gone when the server is idle.
+            # No verification with LoRA: the adapter may be gone when the server is idle.
             is_fused = load is not None or state.admission.in_steps
             if chunks.gate is not None and is_fused and req.lora_id is None and state.packing.kept is None:
                 chunks.gate.admit(req.rid, req.origin_input_ids, state, plan)
 
     def _uncount_loaded(self, req: Req, load_len: int) -> None:
-        """A load is neither a device nor a host hit: the prompt tokens in it were not found, they were made."""
+        """Counts loaded tokens as input, not as cached: a load is neither a device hit nor a host hit."""
         self.log_hit_tokens -= load_len
         self.log_input_tokens += load_len
         if req.retracted_stain:
@@ -190,21 +190,21 @@ class ChunkPrefillAdder(PrefillAdder):
 
 
 def _loading_plan(req: Req, prefix_len: int) -> RecomputePlan | None:
-    """The plan of a request that brings chunks in, where its extend starts at `prefix_len`, behind them; else None."""
+    """The plan of a request that brings chunks in, if its extend starts at `prefix_len`, behind them; else None."""
     state = state_of(req)
     plan = None if state is None or req.kv.holds_kv else state.admission.load_plan
     return plan if plan is not None and prefix_len == plan.load_end else None
 
 
 def _shortened(admission: Any, most: int) -> Any:
-    """At most so many tokens; those behind them come in the next step."""
+    """The admission, cut to at most `most` tokens; the rest comes in the next step."""
     if admission.extend_len <= most:
         return admission
     return dataclasses.replace(admission, extend_len=most, is_chunked=True, max_new_tokens=0)
 
 
 def _cuts_question(plan: RecomputePlan, req: Req, admission: Any) -> bool:
-    """Whether a step has room for a part only of what follows the rows, and these are chosen by the end of it."""
+    """Whether an admission cuts off the tail behind the rows although the question at its end chooses them."""
     if isinstance(admission, AddReqResult):
         return False
     is_cut = admission.prefix_len + admission.extend_len < len(req.full_untruncated_fill_ids)

@@ -1,9 +1,9 @@
 """ChunkRadixCache: SGLang's radix tree that also finds, loads and remembers text chunks.
 
-What SGLang calls is translated here, decided by `chunk_cache.manager` and carried out by `kv`: `match_prefix` (exact
+It translates calls of SGLang; `chunk_cache.manager` decides, and `kv` carries out the decision: `match_prefix` (exact
 prefix, then a plan for the chunks behind it), `init_load_back` and `load_part` (private slots, filled by the plan, at
-once or in steps), `checkpoint` (remember chunks; keep approximate KV out), `insert`, `evict` (who is above its share
-gives way first), `free_kv_row` (give back what did not become a node), `on_release`, `reset`.
+once or in steps), `checkpoint` (remember chunks; keep approximate KV out of the tree), `insert`, `evict` (partitions
+above their share give way first), `free_kv_row` (free the slots that no node took over), `on_release`, `reset`.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class ChunkRadixCache(UnifiedRadixCache):
         req, num_prompt = params.req, len(params.req.origin_input_ids)
         max_prefix_len = len(params.key)
         admission = state.admission
-        is_first = admission.plan is None  # of the plans that follow while it waits no spans are told
+        is_first = admission.plan is None  # later plans, made while it waits, give no trace spans
         with stage(self._parts.metrics, "planning", [req] if is_first else []) as attributes:
             plan = self._parts.manager.plan(
                 state.prompt,
@@ -113,7 +113,7 @@ class ChunkRadixCache(UnifiedRadixCache):
         return result._replace(host_hit_length=plan.load_len)
 
     def _with_window_left(self, params: MatchPrefixParams, state: ChunkRequest) -> MatchPrefixParams:
-        """Where decoding will not keep all of the prompt, its last tokens are computed: they judge the others."""
+        """Leaves the prompt's last tokens to be computed where decoding keeps only a part: they score the others."""
         req, num_prompt = params.req, len(params.req.origin_input_ids)
         kept = None if req.session is not None else self._parts.manager.plan_kept(state.prompt, num_prompt)
         state.packing.plan(kept)
@@ -123,7 +123,7 @@ class ChunkRadixCache(UnifiedRadixCache):
         return dataclasses.replace(params, key=params.key[:num_before])
 
     def _with_passage_left(self, params: MatchPrefixParams, state: ChunkRequest) -> MatchPrefixParams:
-        """What a passage that is prepared does to states is known where all of it is computed."""
+        """Ends the match in front of a passage to prepare: all of it is computed, to learn what it does to states."""
         if self._parts.states is None or state.prompt.to_prepare is None:
             return params
         start, _ = state.options.spans[state.prompt.to_prepare]
@@ -153,10 +153,10 @@ class ChunkRadixCache(UnifiedRadixCache):
         return len(load.slots), req.last_node
 
     def load_part(self, req: Req, end: int) -> RecomputePlan | None:
-        """Brings in what a request that is computed in steps needs next, behind what it has, up to `end` of its prompt.
+        """Brings in the next part of a request that is computed in steps: from the end of its KV to position `end`.
 
         Returns:
-            The plan of this part; None where it cannot be brought in: all that follows is computed then.
+            The plan of this part; None if it cannot be brought in: the rest of the prompt is computed then.
         """
         state, chunks = state_of(req), self._parts
         assert state is not None
@@ -203,7 +203,7 @@ class ChunkRadixCache(UnifiedRadixCache):
         return self._evict_with(partial(super().evict_for_alloc, **kwargs), params)
 
     def _evict_with(self, evict: Callable[[EvictParams], EvictResult], params: EvictParams) -> EvictResult:
-        """What SGLang evicts, and nodes that are still landing, which nothing else can evict, where that is too few."""
+        """Evicts as SGLang does; if that is too little, gives up nodes whose KV is still arriving, and evicts again."""
         chunks = self.chunks
         if chunks is None:
             return evict(params)
@@ -232,7 +232,7 @@ class ChunkRadixCache(UnifiedRadixCache):
         return self.chunks.store.evict_leaf(node_id, tracker)
 
     def erase_unread(self) -> int:
-        """Evicts all that no request reads and nothing pins, and overwrites what is free; how many tokens went."""
+        """Evicts all that no request reads and nothing pins, overwrites free slots; returns how many tokens went."""
         result = self.evict(EvictParams(num_tokens=int(self.evictable_size())))
         allocator = self.token_to_kv_pool_allocator
         pages = allocator.get_all_free_pages().to(torch.int64) * allocator.page_size
@@ -245,8 +245,8 @@ class ChunkRadixCache(UnifiedRadixCache):
     def checkpoint(self, req: Req, *, up_to: int, **kwargs: Any) -> None:
         state = state_of(req)
         if state is not None and state.packing.is_packed:
-            return  # all was remembered before; its slots hold no prefix any more
-        # What is computed to be prepared stays as a node of its own, not as a path that nobody asks for again.
+            return  # all was remembered before it was packed; its slots hold no prefix any more
+        # A passage that is prepared stays as a node of its own, not as a path that nobody asks for again.
         if state is None or not (state.admission.is_fused or state.prompt.to_prepare is not None):
             super().checkpoint(req, up_to=up_to, **kwargs)
         elif req.finished():
@@ -256,7 +256,7 @@ class ChunkRadixCache(UnifiedRadixCache):
             state.packing.note_stored()
 
     def _free_states(self, req: Req) -> None:
-        """The states of a request that gives none to the tree."""
+        """Frees the states of a request that gives none to the tree."""
         for component in self._components_tuple:
             component.cleanup_after_caching_req(req, is_finished=True)
 
@@ -299,7 +299,7 @@ class ChunkRadixCache(UnifiedRadixCache):
 
 
 def _allow_nodes_without_state(component: Any) -> None:
-    """A chunk's own node has no state: no prompt goes on from there. SGLang's tree evicts states by themselves too."""
+    """Lets a chunk's own node have no state: no prompt continues there. SGLang too evicts states and keeps the KV."""
     commit = component.commit_insert_component_data
 
     def commit_state(*, params: InsertParams, **kwargs: Any) -> None:

@@ -15,7 +15,7 @@ from chunk_cache.index.refresh import Origin
 from chunk_cache.options.request_options import RequestOptions, dumps
 from sglang_chunk_cache.request.chunk_request import PARAM_NAME
 
-# SGLang drops replies of such names that nobody waits for; it does so for its own health checks.
+# SGLang drops unread replies to ids with this prefix, as for its own health checks.
 _RID = f"{HEALTH_CHECK_RID_PREFIX}_chunk_cache_refresh_"
 
 
@@ -25,7 +25,7 @@ def is_refresh(rid: str) -> bool:
 
 
 def refresh_request(number: int, origin: Origin, **fields: Any) -> TokenizedGenerateReqInput:
-    """The request that computes what `origin` tells of; `number` makes its name unique, `fields` are more of it."""
+    """The request that computes the prompt `origin`; `number` makes its id unique, `fields` are further fields."""
     options = dumps(RequestOptions(spans=origin.spans, mode="exact"))
     sampling = SamplingParams(max_new_tokens=1, temperature=0.0, custom_params={PARAM_NAME: options})
     sampling.normalize(None)

@@ -1,4 +1,4 @@
-"""What is wrapped of `Req` and `ScheduleBatch`: what comes before a request is matched, and which tokens are cached."""
+"""Hooks of `Req` and `ScheduleBatch`: what is done before a request is matched, and which tokens count as cached."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 def init_next_round_input(
     original: Callable[..., None], req: Req, tree_cache: Any = None, *args: Any, **kwargs: Any
 ) -> None:
-    """AROUND `Req.init_next_round_input`: what the tiers have found goes into the pool, and then SGLang matches."""
+    """AROUND `Req.init_next_round_input`: puts what the tiers have found into the pool, before SGLang matches."""
     chunks = runtime_of(tree_cache)
     if chunks is not None and chunks.tiers is not None and (state := state_of(req)) is not None:
         state.tiers = chunks.tiers.bring_in(req.rid) or state.tiers or {}

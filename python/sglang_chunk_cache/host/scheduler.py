@@ -1,9 +1,9 @@
-"""ChunkScheduler: SGLang's scheduler, in which a request waits in the queue for its chunks and for the scores of the
-selector, and nobody else with it.
+"""ChunkScheduler: SGLang's scheduler; a request waits in the queue for its chunks and for the scores of the selector,
+and others go on.
 
 Promises: a request that waits keeps its place in the queue; a step costs a look at each request of the queue. A refresh
-starts only when the scheduler is idle, one at a time. So does a verification, which ends within one step of its own
-where anything arrives.
+starts only when the scheduler is idle, one at a time. So does a verification, which gives up after its current step if
+anything arrives.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 IDLE_WAIT_S = 0.002
-"""How long a step with nothing else to do waits: the workers need the interpreter, the selector the cores."""
+"""Seconds that a step with nothing to do waits: workers of the tiers need the interpreter, the selector the cores."""
 MAX_AHEAD = 256
 """Waiting requests whose rows are counted for one that loads behind them: computing these takes longer than a load."""
 
@@ -102,7 +102,7 @@ class ChunkScheduler(Scheduler):
         )
 
     def _num_rows_without_loads(self, req: Req) -> int:
-        """Rows of a request with chunks, a layer, were it planned now: no chunk comes up, the exact prefix is there."""
+        """Rows per layer of a request with chunks if it were planned now, with no chunk loaded from a tier."""
         state, ids = state_of(req), req.origin_input_ids
         assert state is not None
         key = RadixKey(ids[:-1], extra_key=req.extra_key, cache_salt=req.cache_salt)
@@ -114,7 +114,7 @@ class ChunkScheduler(Scheduler):
 
     def _get_new_batch_prefill_raw(self, *args: Any, **kwargs: Any) -> Any:
         if self.grammar_manager.has_waiting_grammars():
-            # As the original begins; here, so that their loads are known before anybody is admitted.
+            # The original begins so too; done here, the loads of these requests are known before any is admitted.
             for req in self.grammar_manager.get_ready_grammar_requests():
                 self._add_request_to_queue(req)
         self._chunks.keeper.poll()
@@ -140,10 +140,10 @@ class ChunkScheduler(Scheduler):
 
     @contextlib.contextmanager
     def _queue_without(self, held: set[int]) -> Iterator[bool]:
-        """Inside the scope the queue is without the requests whose ids are `held`; behind it each has its old place.
+        """Takes the requests whose `id()` is in `held` out of the queue in the scope; then each gets its old place.
 
-        SGLang reads, sorts and replaces the attribute while it chooses whom to admit, and knows no other way to pass
-        somebody over. Yields whether nobody else waits.
+        SGLang reads, sorts and replaces the attribute while it chooses requests to admit, and has no other way to skip
+        one. Yields whether no other request waits.
         """
         queue = self.waiting_queue
         self.waiting_queue = [req for req in queue if id(req) not in held]
@@ -162,13 +162,13 @@ class ChunkScheduler(Scheduler):
             super().send_kv_chunk(req, last_chunk, **kwargs)
 
     def maybe_send_cached_prefix_chunk(self, req: Req, allow_send: bool = True) -> None:
-        """Sends what is cached before the forward, which is too soon for what a fused request brings in."""
+        """Sends the cached prefix before the forward, unless the request brings in chunks: their KV is not there."""
         state = state_of(req)
         brings_in = state is not None and state.admission.load is not None
         super().maybe_send_cached_prefix_chunk(req, allow_send and not brings_in)
 
     def _is_held(self, req: Req) -> bool:
-        """Whether a request waits for loads or scores; how long it did is told once it does not."""
+        """Whether a request waits for loads or scores; notes the time as the stage `loading` once it no longer does."""
         state, is_held = state_of(req), self._waits(req)
         if state is not None and is_held and state.held_since is None:
             state.held_since = time.time_ns()
@@ -178,7 +178,7 @@ class ChunkScheduler(Scheduler):
         return is_held
 
     def _waits(self, req: Req) -> bool:
-        """Whether loads are due, or scores that decide what is recomputed of chunks that are there."""
+        """Whether loads are missing, or scores that decide which tokens of stored chunks are recomputed."""
         chunks = self._chunks
         if chunks.tiers is not None and chunks.tiers.is_held(req.rid):
             return True
@@ -202,7 +202,7 @@ class ChunkScheduler(Scheduler):
         self.handle_generate_request(refresh_request(self._num_refreshes, origin, **own_fields(self.server_args)))
 
     def _verify(self) -> None:
-        """One fused reply, in steps between which requests are looked for; it ends at once where one came."""
+        """Verifies one fused reply in steps; looks for new messages after each step, and gives up if one came."""
         gate, num_free = self._chunks.gate, self.token_to_kv_pool_allocator.available_size()
         if gate is None:
             return
@@ -236,7 +236,7 @@ class ChunkScheduler(Scheduler):
             super().maybe_sleep_on_idle()
 
     def flush_cache(self, *args: Any, **kwargs: Any) -> bool:
-        # SGLang flushes only while nobody waits; a refresh that waits holds nothing, and nobody reads it.
+        # SGLang flushes only while no request waits. A waiting refresh holds nothing and has no reader: it is dropped.
         drop_waiting(self, lambda req: is_refresh(req.rid))
         return super().flush_cache(*args, **kwargs)
 
@@ -251,7 +251,7 @@ def _wanted(chunks: ChunkRuntime, req: Req) -> list[Wanted]:
         return []
     prompt, decision = state.prompt, state.verification.decision
     if decision is not None and decision.step is None:
-        return []  # the target has it computed exactly
+        return []  # the target wants it computed exactly
     wanted = []
     for missing in chunks.manager.missing(prompt):
         start, end = prompt.options.spans[missing.chunk]
@@ -268,7 +268,7 @@ def _num_rows(req: Req) -> int:
 
 
 def merge(before: list[Req], after: list[Req], held: set[int]) -> list[Req]:
-    """The requests that are still waiting, in SGLang's newest order, those held at the places that they had."""
+    """The requests that still wait: those in `held` at their old places, the others in SGLang's newest order."""
     merged, rest = [], iter(after)
     left = {id(req) for req in after}
     for req in before:

@@ -2,8 +2,8 @@
 
 Verbs: `create_client` (starts the selector), `ask` (for a request that was just sent), `take_answer` (in a scheduler).
 
-An answer follows its request through SGLang's own sockets, so every tensor-parallel rank gets the same one at the same
-step, and needs no vote. A scheduler that has not the request any more, or never had it, drops the answer.
+An answer follows its request through SGLang's own sockets, so all tensor-parallel ranks get the same answer in the same
+step, without a vote. A scheduler in which the request does not wait drops the answer.
 
 Promise: importing this module makes the message known to SGLang's decoder in this process.
 """
@@ -49,7 +49,7 @@ def scores_message(rid: str, answer: SelectorAnswer) -> ChunkCacheScores:
 
 
 def create_client(manager: Any, args: ChunkCacheArgs) -> SelectorClient | None:
-    """The selector of a server, ready; None where it has none.
+    """Starts the selector of a server; None if it has none.
 
     Args:
         manager: the tokenizer manager, which sends the answers.
@@ -95,7 +95,7 @@ def add_selector_answers(scheduler: Any) -> None:
 
 
 def take_answer(scheduler: Any, message: ChunkCacheScores) -> None:
-    """The request that waits for it, if it still does, waits no longer."""
+    """Gives an answer to the request that waits for it, if one still does."""
     reqs = [*waiting(scheduler), *scheduler.grammar_manager.grammar_queue]
     req = next((req for req in reqs if req.rid == message.rid), None)
     state = None if req is None else state_of(req)

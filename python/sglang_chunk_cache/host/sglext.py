@@ -20,11 +20,11 @@ from sglang_chunk_cache.api.replies import Replies
 _DONE = "data: [DONE]\n\n"
 _DATA = "data: "
 _USAGE_ALONE = '"choices":[],'
-"""In the event of a stream that has the usage of the whole response."""
+"""Text by which the event with the usage of a whole stream is recognized."""
 
 
 def _open_types() -> None:
-    """Lets two of SGLang's types hold more than their fields, and the responses that contain them be built anew."""
+    """Lets two of SGLang's types have further fields, and rebuilds the response types that contain them."""
     if protocol.SglExt.model_config.get("extra") == "allow":
         return
     for open_type in (protocol.SglExt, protocol.PromptTokensDetails):
@@ -36,7 +36,7 @@ def _open_types() -> None:
 
 
 def add_reply(response: Any, ret: list[dict[str, Any]], num_choices: int) -> Any:
-    """`response`, with the replies of its choices `ret`, `num_choices` for each prompt."""
+    """`response` with the replies found in the outputs `ret`, which has `num_choices` outputs for each prompt."""
     replies = Replies.of(ret)
     reply = replies.merged()
     if reply is not None and hasattr(response, "sglext"):
@@ -48,7 +48,7 @@ def add_reply(response: Any, ret: list[dict[str, Any]], num_choices: int) -> Any
 
 
 def _with_counts(usage: Any, counts: Mapping[str, int]) -> Any:
-    """The details of a usage; SGLang counts cached tokens in them with --enable-cache-report alone."""
+    """The details of `usage` with our counts; with cached tokens only if SGLang counts them (--enable-cache-report)."""
     stock = usage.prompt_tokens_details
     details = protocol.PromptTokensDetails(**(stock.model_dump() if stock else {}), **counts)
     if stock is None:
@@ -57,7 +57,7 @@ def _with_counts(usage: Any, counts: Mapping[str, int]) -> Any:
 
 
 async def end_with_reply(events: AsyncIterator[str], replies: Replies, kind: str, request: Any) -> AsyncIterator[str]:
-    """The events of a stream; `kind` is what its objects are called."""
+    """The events of a stream, with its reply; `kind` is the field `object` of its events."""
     created = int(time.time())
     event_id = ""
     async for event in events:

@@ -1,8 +1,8 @@
 """ChunkTokenizerManager: where every request enters, and every reply leaves, the process that tokenizes.
 
-All routes and `Engine.generate` come by `generate_request`; there a request is checked, and marked text tokenized. On
-the way back the scheduler's reply, one JSON string in `customized_info`, becomes one object in `meta_info`, and stays
-in every later output of a stream. It also owns the administration of the server (`admin`), and asks the selector.
+All routes and `Engine.generate` call `generate_request`, which checks a request and tokenizes marked text. On the way
+back the scheduler's reply, one JSON string in `customized_info`, becomes one object in `meta_info`, and stays in every
+later output of a stream. The class also owns the administration of the server (`admin`), and asks the selector.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class ChunkTokenizerManager(TokenizerManager):
     def init_communicators(self) -> None:
         super().init_communicators()
         args = attached(self.server_args)
-        set_args(args)  # one of several tokenizer workers knows them only from here
+        set_args(args)  # in a tokenizer worker (--tokenizer-worker-num) nothing else sets them
         if args is not None:
             self.chunk_cache_selector = create_client(self, args)
         num_replicas = get_parallel().num_dp_ranks
@@ -69,7 +69,7 @@ class ChunkTokenizerManager(TokenizerManager):
         mm_inputs: Any = None,
         token_type_ids: Any = None,
     ) -> Any:
-        """The image processor has put in the tokens of images, so chunks stand elsewhere than they were marked."""
+        """Moves the spans of chunks to where they stand once the image processor has put in the tokens of images."""
         tokenized = super()._create_tokenized_object(
             obj, input_text, input_ids, input_embeds, mm_inputs, token_type_ids
         )
@@ -90,7 +90,7 @@ class ChunkTokenizerManager(TokenizerManager):
         self._ask_selector(tokenized_objs)
 
     def _ask_selector(self, requests: list[Any]) -> None:
-        """Once a request is on its way: its chunks are loaded meanwhile."""
+        """Asks the selector about requests that were just sent, so their chunks are loaded meanwhile."""
         args, selector = attached(self.server_args), self.chunk_cache_selector
         if args is None or selector is None:
             return
@@ -102,7 +102,7 @@ class ChunkTokenizerManager(TokenizerManager):
                 ask(selector, args, request)
 
     async def compute_prompt(self, **fields: Any) -> None:
-        """Serves a request of our own; `fields` are those of a `GenerateReqInput`."""
+        """Serves a request that the server makes itself; `fields` are those of a `GenerateReqInput`."""
         request = GenerateReqInput(**fields, **own_fields(self.server_args))
         note_own(request)
         async for _ in self.generate_request(request):

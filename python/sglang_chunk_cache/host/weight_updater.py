@@ -1,4 +1,4 @@
-"""ChunkWeightUpdater: KV of other weights than the model's is not reused.
+"""ChunkWeightUpdater: KV that was computed with other weights is not reused.
 
 Exact prefixes stay where the client asked for it (`"flush_cache": false`), as in stock SGLang; chunks never do. A LoRA
 adapter needs nothing here: SGLang names it anew when it is loaded, so its chunks have other keys.
@@ -15,14 +15,14 @@ from sglang_chunk_cache.kv.ranks import max_over_ranks
 from sglang_chunk_cache.start.runtime import runtime_of
 
 _NOTHING_LOADED = ("Failed to get weights iterator", "Failed to get model loader")
-"""Beginnings of SGLang's messages for an update from disk that failed before a weight was written. Not among them is
-what it calls rolled back: that is loaded from the new folder once more."""
+"""Beginnings of SGLang's messages for an update from disk that failed before a weight was written. What SGLang calls
+rolled back is not among them: it loads from the new folder once more."""
 
 
 class ChunkWeightUpdater(SchedulerWeightUpdaterManager):
-    """Every way to change the weights ends the stored chunks, the tiers and what the gate knows.
+    """Every way to change the weights drops the stored chunks and what the gate knows, and turns the tiers off.
 
-    An update that certainly loaded nothing, on no rank, ends nothing.
+    An update that certainly loaded nothing on any rank changes nothing.
     """
 
     __slots__ = ()
@@ -30,7 +30,7 @@ class ChunkWeightUpdater(SchedulerWeightUpdaterManager):
     def update_weights_from_disk(self, recv_req: Any) -> Any:
         result = super().update_weights_from_disk(recv_req)
         is_refused = not result.success and result.message.startswith(_NOTHING_LOADED)
-        # Behind a target that was loaded a draft may fail with the same message.
+        # A draft model may fail with the same message after the target was loaded.
         is_untouched = is_refused and len(self._select_runners()) == 1
         (is_changed,) = max_over_ranks(self.tp_cpu_group)(np.array([not is_untouched], dtype=np.int64))
         return self._changed(result) if is_changed else result
@@ -49,7 +49,7 @@ class ChunkWeightUpdater(SchedulerWeightUpdaterManager):
         return self._changed(result) if result.success else result
 
     def end_weight_update(self, recv_req: Any) -> Any:
-        # Within a session they may be written by others (RDMA), while requests run.
+        # Within a session others may write the weights (RDMA) while requests run.
         result = super().end_weight_update(recv_req)
         return self._changed(result) if result.success else result
 
@@ -58,7 +58,7 @@ class ChunkWeightUpdater(SchedulerWeightUpdaterManager):
         return self._changed(result) if recv_req.action == "reset_tensors" else result
 
     def _changed_within_session(self, result: Any) -> Any:
-        """Outside of one, which all ranks begin and end alike, SGLang refuses them."""
+        """Calls `_changed`, unless SGLang refused an update outside of a session (ranks begin and end these alike)."""
         return result if self._session is None and not result.success else self._changed(result)
 
     def _changed(self, result: Any) -> Any:

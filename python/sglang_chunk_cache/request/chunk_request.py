@@ -1,8 +1,9 @@
 """ChunkRequest: what the chunk cache knows of one request, from its first match to its release.
 
-Verbs: `state_of` (read or create it for a `Req`), `discover` (marks one that nobody marked), `forget` (SGLang refuses
-it). Of a `ChunkRequest`: `report` (SGLang admitted it), `fail_load` (KV did not arrive), `restart` (retracted). Of its
-`Admission`: `propose` (a match), `bring_in` (a load was made: its rows are due), `take_load` (a forward adds them).
+Verbs: `state_of` (reads or creates it for a `Req`), `discover` (marks chunks in an unmarked request), `forget` (SGLang
+refused it). Of a `ChunkRequest`: `report` (SGLang admitted it), `fail_load` (KV did not arrive), `restart` (retracted).
+Of its `Admission`: `propose` (after a match), `bring_in` (a load was made: its rows are due), `take_load` (a forward
+adds them).
 
 Picture of a prompt (positions grow to the right)::
 
@@ -47,11 +48,11 @@ _NOBODY_ASKED = SelectorAnswer(None, "unsupported", 0.0)
 
 @dataclass(slots=True)
 class Verification:
-    """What the gate decided of a request.
+    """What the gate decided about a request.
 
     Attributes:
-        decision: how the server's target has it served; None = it says so itself, or there is no target.
-        candidate: it is to be verified; None = it is not, or is no longer.
+        decision: how the server's target serves it; None = the request says how, or there is no target.
+        candidate: the request in the queue of verifications; None = it is not to be verified, or no longer.
     """
 
     decision: Decision | None = None
@@ -60,7 +61,7 @@ class Verification:
 
 @dataclass(slots=True)
 class Reported:
-    """What the reply speaks of.
+    """What the reply describes.
 
     Attributes:
         plan: of the first admission.
@@ -80,7 +81,7 @@ class Admission:
         load: what was brought in and no forward has taken yet.
         is_fused: part of the prompt's KV is of chunks that were brought in, so it must never enter the exact cache.
         in_steps: it is brought in over several steps.
-        part: what the first of them brings in; None where that is nothing, or all.
+        part: what the first step brings in; None = nothing, or all.
     """
 
     plan: RecomputePlan | None = None
@@ -100,15 +101,15 @@ class Admission:
         return self.plan if self.is_fused else None
 
     def propose(self, plan: RecomputePlan) -> None:
-        """What may be brought in, of a match; or that nothing is after all. What was loaded keeps its slots."""
+        """Sets the plan of a match, or one that loads nothing after all. A load that was made keeps its slots."""
         self.plan, self.in_steps, self.part = plan, False, None
 
     def cut(self, part: RecomputePlan | None) -> None:
-        """It is brought in over several steps, and by the first of them `part`; None = nothing."""
+        """The load is split over several steps; the first brings in `part` (None = nothing)."""
         self.in_steps, self.part = True, part
 
     def reach(self, end: int) -> None:
-        """A step computes up to `end`. From the first chunk on the prompt is no exact one, as if it came at once."""
+        """A step computes up to `end`. From the first chunk on the prompt is fused, as if all were loaded at once."""
         if self.in_steps and self.load_plan is not None and end > lead_end(self.load_plan.chunks):
             self.is_fused = True
 
@@ -119,7 +120,7 @@ class Admission:
         self.load, self.is_fused = load, True
 
     def take_load(self) -> Load | None:
-        """The load for the forward that adds its rows, once; the slots are in the request's own row by now."""
+        """Gives the load, once, to the forward that adds its rows; its slots are in the request's own row by now."""
         load, self.load = self.load, None
         return load
 
@@ -128,22 +129,24 @@ class Admission:
 class ChunkRequest:
     """State of one request; owned by the scheduler process, dies with the request.
 
-    Each value has one writer. Those up to `is_replied` live as long as the request, the others as long as its KV.
+    Each value has one writer, named below. Those up to `is_replied` live as long as the request, the others as long as
+    its KV.
 
     Attributes:
-        prompt: its marked chunks and options, frozen. With the selector's answer (`host/selector`) it is a new one.
+        prompt: its marked chunks and options, frozen. `host/selector` replaces it when the selector has answered.
         tiers: what became of the chunks that the KV pool did not have when the request came, by key; None = there are
-            no tiers below it. By `host/schedule_batch`.
-        held_since: when it began to wait in the queue for loads or scores, ns since 1970; None = it does not. By
-            `host/scheduler`.
-        verification: by `verification/gate`.
-        reported: by `report` and `fail_load`; its selection by `forward/batch/choices`. None = not admitted yet.
-        is_replied: the reply was sent. By `host/output_streamer`.
-        admission: by its own verbs, which `host/radix_cache` calls, and the forward that takes the load.
-        sums: statistics of the chunks that were computed so far. By `forward/statistics_taker`.
-        transitions: what its chunks do to states, as far as they were computed; None = nothing was taken. By
+            no tiers below it. Written by `host/schedule_batch`.
+        held_since: when it began to wait in the queue for loads or scores, ns since 1970; None = it does not. Written
+            by `host/scheduler`.
+        verification: written by `verification/gate`.
+        reported: None = not admitted yet. Written by `report` and `fail_load`, its selection by
+            `forward/batch/choices`.
+        is_replied: the reply was sent. Written by `host/output_streamer`.
+        admission: changed by its verbs, which `host/radix_cache` calls, and the forward that takes the load.
+        sums: statistics of the chunks that were computed so far. Written by `forward/statistics_taker`.
+        transitions: what its chunks do to states, as far as they were computed; None = nothing was taken. Written by
             `forward/batch/state_rows`.
-        packing: by its own verbs, which `host/radix_cache`, `forward/kept_chooser` and `kv/packer` call.
+        packing: changed by its verbs, which `host/radix_cache`, `forward/kept_chooser` and `kv/packer` call.
     """
 
     prompt: ChunkPrompt
@@ -177,7 +180,7 @@ class ChunkRequest:
         self.reported = Reported(plan)
 
     def fail_load(self, plan: RecomputePlan) -> None:
-        """KV that was to come did not; a reply that speaks of this admission speaks of the plan that computes it."""
+        """KV did not arrive: `plan` computes it instead, also in the reply if that describes this admission."""
         if self.reported is None or self.reported.plan is self.admission.plan:
             self.reported = Reported(plan)
         self.admission.propose(plan)
@@ -200,7 +203,7 @@ def state_of(req: Any) -> ChunkRequest | None:
 
 
 def forget(req: Any) -> None:
-    """From now on `req` is one without marks: SGLang has refused it, and put one token in the place of its prompt."""
+    """Treats `req` as unmarked from now on: SGLang has refused it, and put one token in the place of its prompt."""
     setattr(req, _ATTRIBUTE, None)
 
 
@@ -212,7 +215,7 @@ def leave_images_exact(req: Any) -> None:
 
 
 def discover(req: Any, discoverer: Discoverer) -> None:
-    """Gives a request that nobody marked the passages that were there before, and learns from it; once per request."""
+    """Marks passages of earlier prompts in a request that nobody marked, and learns its own; once per request."""
     if getattr(req, _WAS_SEARCHED, False):
         return
     setattr(req, _WAS_SEARCHED, True)
@@ -229,7 +232,7 @@ def discover(req: Any, discoverer: Discoverer) -> None:
     spans = discoverer.find(partition, ids)
     if spans:
         prompt = _prompt_of(req, options.with_spans(spans))
-        # The selector is asked where prompts are tokenized.
+        # Too late to ask the selector: prompts are tokenized already.
         state = ChunkRequest(replace(prompt, is_discovered=True, answer=_NOBODY_ASKED))
         setattr(req, _ATTRIBUTE, state)
 
@@ -276,5 +279,5 @@ def _as_turn(req: Any, options: RequestOptions | None) -> RequestOptions | None:
 
 
 def _is_supported(req: Any) -> bool:
-    # Inputs whose KV does not follow from the token ids alone, and experts, which SGLang keeps by slot.
+    # Not: inputs whose KV does not follow from the token ids alone; returned experts, which SGLang keeps by slot.
     return req.input_embeds is None and req.positional_embed_overrides is None and not req.return_routed_experts

@@ -8,7 +8,7 @@ from sglang_chunk_cache.request.chunk_request import ChunkRequest, Reported
 
 
 def whole_reason(state: ChunkRequest, *, has_ended: bool) -> str | None:
-    """Why a prompt of which decoding was to keep a part has stayed whole; None where it has not, or that is not known.
+    """Why decoding keeps all of a prompt although it was to keep a part; None = it does not, or it is not known yet.
 
     Args:
         has_ended: the answer is complete.
@@ -26,7 +26,7 @@ def reply_of(state: ChunkRequest, reported: Reported, *, has_ended: bool = True)
 
     Args:
         reported: the state's.
-        has_ended: as of `whole_reason`; before, what decoding is to keep is told.
+        has_ended: as of `whole_reason`; until then the reply says what decoding is to keep.
     """
     prompt, plan, kept, decision = state.prompt, reported.plan, state.packing.kept, state.verification.decision
     reply: dict[str, Any] = plan.reply(explain=prompt.options.explain)
@@ -48,7 +48,7 @@ def reply_of(state: ChunkRequest, reported: Reported, *, has_ended: bool = True)
             if chunk["status"] == "hit":  # where its KV was when the request came
                 outcome = state.tiers.get(key)
                 chunk["tier"] = (outcome.tier if outcome is not None else "") or "pool"
-    if prompt.answer is not None and prompt.answer.reason != "unsupported":  # nobody was asked
+    if prompt.answer is not None and prompt.answer.reason != "unsupported":  # the selector was not asked
         reply["selector_seconds"] = prompt.answer.seconds
     if reported.selection is not None:
         reply["selection"], per_chunk = reported.selection.complete()

@@ -19,7 +19,7 @@ from chunk_cache.types import Span
 def images_of(inputs: Any) -> tuple[Span, ...] | None:
     """Half-open spans of the prompt, ascending; None where chunks cannot be reused beside such inputs.
 
-    They can where each item is one image in one place, and SGLang says its positions (Qwen-VL and its kin).
+    They can if each item is one image in one place and SGLang gives its positions (Qwen-VL and its kin).
 
     Args:
         inputs: a `MultimodalProcessorOutput`, or the `MultimodalInputs` that the scheduler makes of it.
@@ -32,7 +32,7 @@ def images_of(inputs: Any) -> tuple[Span, ...] | None:
 
 
 def image_spans(req: Any) -> tuple[Span, ...] | None:
-    """`images_of` a request; of a turn of a session SGLang does not say all positions."""
+    """`images_of` a request; None for a turn of a session, of which SGLang does not give all positions."""
     if req.multimodal_inputs is None:
         return ()
     return None if req.session is not None else images_of(req.multimodal_inputs)

@@ -34,13 +34,13 @@ class SelectionReport:
     def record_scores(
         self, scores: torch.Tensor, is_left: torch.Tensor, layer_id: int | None, ignore: torch.Tensor | None = None
     ) -> None:
-        """Scores of the first choice, all `[n]`; `layer_id` None = several layers; `ignore` = not reused."""
+        """Scores of the first choice, tensors `[n]`; `layer_id` None = several layers; `ignore`: tokens not reused."""
         counted = torch.ones_like(is_left) if ignore is None else ignore.logical_not()
         self._scored_at = layer_id
         self._scores = (Download(scores), Download(is_left), Download(counted))
 
     def record_begun(self, positions: torch.Tensor) -> None:
-        """All rows, where some are chosen at a layer."""
+        """All rows of a forward in which some are chosen at a layer."""
         self._unselected.append((0, Download(positions)))
 
     def record_selected(self, positions: torch.Tensor) -> None:
@@ -59,7 +59,7 @@ class SelectionReport:
         self._focus = Download(is_focused)
 
     def record_settled(self, layer_id: int) -> None:
-        """The set of this layer has settled."""
+        """The focused set has settled at this layer."""
         self._settled_at = layer_id
 
     def complete(self) -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -105,11 +105,11 @@ class SelectionReport:
         }
 
     def _rows_per_layer(self) -> list[int]:
-        """Recomputed rows whose attention ran, by layer; where the question is asked up to a layer, of that forward."""
+        """Recomputed rows that attended, by layer; all reused tokens at layers of the forward that asks first."""
         rows, num = [], self._plan.num_recomputed
         left = {layer: self._count_reused(positions) for layer, positions in (*self._unselected, *self._left)}
         assert self._plan.selection is not None
-        num_asked = self._plan.selection.last_asked_layer or 0  # by the forward in front
+        num_asked = self._plan.selection.last_asked_layer or 0  # layers of the forward in front
         if self._scored_at is not None and self._selected is not None and not self._plan.selection.asks_first:
             left = {self._scored_at: self._count_reused(self._selected)} | left
         for layer in range(self._num_layers):

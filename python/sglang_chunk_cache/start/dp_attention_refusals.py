@@ -1,7 +1,7 @@
 """What a server with data-parallel attention refuses: forwards that not all ranks run, rows that only a forward finds.
 
 Verb: `check_dp_attention` (flags and options of such a server). Methods that work between layers are refused by
-`api/capabilities`, as everywhere.
+`api/capabilities`, as on every server.
 """
 
 from __future__ import annotations

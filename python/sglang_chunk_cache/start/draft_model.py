@@ -1,12 +1,12 @@
-"""The KV of a model that drafts (speculative decoding), which lies in the slots of the target's.
+"""KV of the draft model (speculative decoding), which lies in the same slots as the target's.
 
-Verb: `follow_draft` (from then on, what is copied in the target's pool is copied in the draft's, turned by the draft's
+Verb: `follow_draft` (from then on, each copy in the target's pool is also made in the draft's pool, with the draft's
 own rotation).
 
-A draft computes the rows that the target computes, each from the token behind it and, with EAGLE, from the target's
-hidden state. So with every row computed again it holds what stock SGLang's would. What is reused is approximate as the
-target's is, and so is the last token of a chunk, which was drafted from the token behind it. None of it changes a
-token: what is drafted is verified by the target; only how much of it is accepted depends on it.
+The draft model computes the same rows as the target, each from the token behind it and, with EAGLE, from the target's
+hidden state. So with every row computed again it holds what it would in stock SGLang. Reused KV is approximate, as in
+the target; so is that of a chunk's last token, which was computed from the token behind the chunk. None of this changes
+an answer, since the target verifies what is drafted; it only changes how much is accepted.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def follow_draft(assembler: KVAssembler, target: ModelRunner, draft: ModelRunner
     """Has `assembler` copy in the pool of `draft` too.
 
     Args:
-        kernel: as asked for in the configuration.
+        kernel: as configured.
 
     Raises:
         StartRefused: the draft's keys cannot be moved.

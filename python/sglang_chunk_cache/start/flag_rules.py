@@ -27,7 +27,7 @@ class FlagRule:
 
     Attributes:
         name: the field of `ServerArgs`.
-        what: subject of the sentence, with the flag or the variable.
+        what: subject of the error's sentence, with the flag or the variable.
         refused: whether a value is refused.
     """
 
@@ -44,10 +44,10 @@ def resolved(server_args: Any, name: str) -> Any:
 
 
 def refuse_any(rules: Iterable[FlagRule], server_args: Any, words: str) -> None:
-    """Refuses the first flag that a rule refuses, with `words` behind what it is.
+    """Refuses the first flag that a rule refuses; the sentence is the rule's `what`, then `words`.
 
     Raises:
-        StartRefused: there is one.
+        StartRefused: a rule refuses a flag.
     """
     for rule in rules:
         if rule.refused(resolved(server_args, rule.name)):

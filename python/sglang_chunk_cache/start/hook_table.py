@@ -39,7 +39,7 @@ class Hook:
         """Imports the handler.
 
         Raises:
-            StartRefused: the handler, or what it is built on, is not there.
+            StartRefused: the handler, or something that it imports, is missing.
         """
         try:
             return pkgutil.resolve_name(self.handler)
@@ -49,7 +49,7 @@ class Hook:
 
 @dataclass(frozen=True)
 class Touch:
-    """A name of SGLang that is used in a way that SGLang did not offer, without a hook.
+    """A name of SGLang that is used without a hook, in a way that SGLang does not offer.
 
     Attributes:
         name: dotted path; the last part may be an attribute that instances get.
@@ -79,5 +79,5 @@ HOOKS = API_HOOKS + SCHEDULER_HOOKS
 OVERRIDES: dict[str, tuple[str, ...]] = {
     row["handler"]: tuple(row["overrides"]) for row in _TABLE["hook"] + _TABLE["subclass"] if "overrides" in row
 }
-"""The names that each class of ours takes from SGLang's, by `"package.module:class"`."""
+"""The names that each of our classes overrides in SGLang's, by `"package.module:class"`."""
 TOUCHED = tuple(Touch(**row) for row in _TABLE["touch"])

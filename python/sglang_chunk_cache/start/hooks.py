@@ -1,12 +1,12 @@
-"""Hooks are applied here; `hook_table` says which there are.
+"""Applies the hooks that `hook_table` lists.
 
-Verbs: `register_hooks` (let SGLang's `load_plugins` wrap, replace classes now), `apply_hooks` (everything now),
-`verify_hooks` (stop the start if a name does not carry our handler).
+Verbs: `register_hooks` (replaces classes now, has SGLang's `load_plugins` wrap functions), `apply_hooks` (all now),
+`verify_hooks` (stops the start if a name does not carry our handler).
 
 Promises: nothing in `HOOKS` is applied while `--chunk-cache` is off; a handler is imported only when it is applied;
 where the chunk cache is on, a name that is missing in this version of SGLang, or a class that another plugin replaces
 too, stops the start. SGLang itself only logs such a failure, and a server without one of these hooks gives plausible
-wrong answers. A function that another plugin wraps carries both wraps.
+wrong answers. A function that another plugin wraps too carries both wrappers.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def _has_ours(target: str) -> bool:
 
 
 def register_hooks(hooks: Iterable[Hook]) -> None:
-    """Replaces classes, and hands the wraps to SGLang's registry; `load_plugins` applies them with those of others.
+    """Replaces classes now, and registers wrappers with SGLang; `load_plugins` applies them with those of others.
 
     From then on `verify_hooks` expects all of them in this process.
 
@@ -53,10 +53,10 @@ def register_hooks(hooks: Iterable[Hook]) -> None:
 
 
 def _replace_class(target: str, ours: type) -> None:
-    """Puts `ours` in the place of the class that it is built on, for SGLang and for the subclasses that exist already.
+    """Puts `ours` in the place of the class that it extends, for SGLang and for the subclasses that exist already.
 
-    At once, and not with the registry's other hooks: a subclass that is defined later then has ours as its base. What
-    still refers to the original afterwards is `ours`, type hints, and instances that were made before.
+    This happens at once, not with the registry's other hooks, so that a subclass that is defined later has ours as its
+    base. Afterwards only `ours`, type hints, and instances that were made before refer to the original.
 
     Raises:
         StartRefused: another plugin's subclass cannot take ours as its base.
@@ -65,7 +65,7 @@ def _replace_class(target: str, ours: type) -> None:
     HookRegistry._apply_target(target, [(HookType.REPLACE, ours, _SOURCE)])
     HookRegistry._patched.add(target)
     for subclass in original.__subclasses__():
-        if ours in subclass.__mro__:  # an abstract class would remember the answer of issubclass
+        if ours in subclass.__mro__:  # not issubclass: an abstract class would cache its answer
             continue
         try:
             subclass.__bases__ = tuple(ours if base is original else base for base in subclass.__bases__)
@@ -119,7 +119,7 @@ def missing_hooks() -> list[str]:
 
 
 def missing_overrides() -> list[str]:
-    """The names that our classes take from SGLang's, to be called in their place, and that SGLang does not have."""
+    """The names that our classes override and that SGLang's classes do not have."""
     missing = []
     for handler in OVERRIDES:
         theirs = [base for base in pkgutil.resolve_name(handler).__mro__ if base.__module__.startswith("sglang.")]
@@ -132,7 +132,7 @@ def verify_hooks() -> None:
     """Checks that every hook that was registered in this process is applied, and every class ours alone.
 
     Raises:
-        StartRefused: one is not; the sentence names it.
+        StartRefused: one is not, and the sentence names it.
     """
     from sglang.version import __version__
 
@@ -145,7 +145,7 @@ def verify_hooks() -> None:
 
 
 def register_radix_cache() -> None:
-    """Makes our radix cache known under its name, by which a server is told to use it."""
+    """Registers our radix cache with SGLang under the name that a server selects it by."""
     from sglang.srt.mem_cache.registry import get_radix_cache_factory, register_radix_cache_backend
 
     if get_radix_cache_factory(RADIX_CACHE_BACKEND) is None:

@@ -1,21 +1,21 @@
-"""ModelCheck: forwards of the loaded model itself, when a server starts, that show that its KV can be moved and that
+"""ModelCheck: forwards of the loaded model, when a server starts, that show whether its KV can be moved and whether
 rows can be computed by themselves.
 
 Verb: `check_loaded_model`. Forwards of one prompt of random tokens, longer than any window of the model:
 
-    whole      as SGLang serves it: K of every layer and the logits are what the others are compared with
-    moved      SGLang's again, right behind and at the last positions of the context: K must be that of `whole`, turned
-               by our rotation. Attention sees distances only, so K of *every* layer must; V must be that of `whole`,
-               and how far it is from it is what rounding does to this model
-    rows       by what attends in fused batches: all rows by our kernel; and, where SGLang's own backend serves runs,
+    whole      by SGLang: K of every layer and the logits, with which the other forwards are compared
+    moved      by SGLang again, at later positions: right behind, and at the end of the context. K must be that of
+               `whole`, turned by our rotation, at *every* layer, since attention sees distances only; V should be that
+               of `whole`, and its difference is taken as what rounding does to this model
+    rows       by the attention of fused batches: all rows by our kernel; and, where SGLang's own backend serves runs,
                all but a gap, which keeps the KV of `whole`
-    leaving    rows leave between layers, over the KV of `whole`; those that stay must be as if nobody had left
+    leaving    rows leave between layers, over the KV of `whole`; those that stay must be as if none had left
 
-A layer is compared by the median over rows of their relative differences: wrong angles or misplaced rows are about as
-large as the keys, rounding is not, and a router of experts that flips for a row is no fault of ours. What is rounding
-is a number for each dtype, and on top a multiple of what SGLang's own forward shows of this model: attention that looks
-at single tokens carries a small difference of one layer on as a larger one. Layers where that is too much cannot be
-compared; the log says which.
+A layer is compared by the median over rows of their relative differences. Wrong angles or misplaced rows make it about
+1, rounding does not, and a few rows that a router sends to other experts do not change the median. The difference
+allowed is a number for each dtype, plus a multiple of the one between SGLang's own forwards `whole` and `moved`: where
+attention looks at single tokens, a small difference of one layer becomes a larger one at the next. Layers where the one
+of SGLang is too large are not compared; the log names the first.
 """
 
 from __future__ import annotations
@@ -61,30 +61,30 @@ logger = logging.getLogger(__name__)
 TAIL_LEN = 32
 """Rows at the end, beyond any window, that are compared."""
 HEAD_LEN = 64
-"""Rows in front of them where the model has no window."""
+"""Rows in front of them; more where the model has a longer window."""
 TOLERANCES = {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 1e-2}
-"""Relative difference that is rounding, by dtype of the model, of rows of the first layer; it grows with the root of
-the number of layers."""
+"""Relative difference that counts as rounding in rows of the first layer, by dtype of the model; it grows with the
+square root of the layer's number."""
 _MOVED = 3
 """Factor for keys that were moved: in bfloat16, by 4,000 positions, Qwen2.5-0.5B and SmolLM2-135M show 0.004 at
 the first layer, 0.008 at the fourth and at most 0.017; models of random weights and peaked attention up to 0.04 at the
 fourth. A window of 8 tokens at one layer of Qwen2.5-0.5B shows as 0.04 behind it."""
 _QUANTIZED = 8
-"""Factor for a model with quantized weights, on top: a scale of activations may be shared by all rows of a forward, so
-it is another where rows leave. Not measured."""
+"""Further factor for a model with quantized weights: all rows of a forward may share a scale of activations, which
+changes when rows leave. Not measured."""
 _STORED = {torch.float8_e4m3fn: 2.0**-3, torch.float8_e5m2: 2.0**-2}
-"""Factor where K and V are stored in FP8: twice what rounding changes a number by at most. Keys that were moved,
-three times rounded in all, show 0.044 in e4m3 at the first layer of a random Llama and 0.08 at the fourth, in e5m2 0.24
-at the third of a random Gemma 3; and SGLang's kernels may round Q and the softmax, or not yet K and V at hand."""
+"""Added where K and V are stored in FP8: twice the most that rounding changes a number by, relative to it. Moved keys
+are rounded three times and show 0.044 in e4m3 at the first layer of a random Llama and 0.08 at the fourth, in e5m2 0.24
+at the third of a random Gemma 3; SGLang's kernels may also round Q and the softmax, or use new K and V unrounded."""
 _ANGLE_ULPS = 4
 _OWN = 3
-"""How many times what rounding does to the model's own forward a difference may be."""
+"""Factor of the difference between SGLang's own forwards, which is added to the difference allowed."""
 _MOST_OWN = 0.2
-"""The most that it does to a layer that is compared: with more it could not be told from wrong angles."""
+"""Largest such difference at a layer that is compared; a larger one could not be told from wrong angles."""
 
 
 class _Unsound(Exception):
-    """What of the model was compared, and by how much it differs."""
+    """A comparison failed; the message says what was compared, and by how much it differs."""
 
 
 @dataclass(frozen=True)
@@ -92,8 +92,8 @@ class _Pass:
     """What a forward left behind.
 
     Attributes:
-        keys: `[num_layers]`, each `[num_tokens, num_kv_heads, dim]`, fp32: what of K is rotated, of every position.
-        values: what is not, likewise.
+        keys: `[num_layers]`, each `[num_tokens, num_kv_heads, dim]`, fp32: the part of the KV that is rotated.
+        values: the part that is not, likewise.
         logits: `[vocab]` fp32 behind the last token.
     """
 
@@ -103,11 +103,11 @@ class _Pass:
 
 
 def check_loaded_model(scheduler: Scheduler, chunks: ChunkRuntime) -> None:
-    """Returns where chunks of this model can be reused.
+    """Checks that chunks of the loaded model can be reused.
 
     Raises:
         StartRefused: they cannot; the sentence names what was compared, the layer and the difference. With `models`
-            "any" it is logged instead.
+            "any" a failed comparison is logged instead.
     """
     began = time.perf_counter()
     window = max(0, *chunks.layers.windows)
@@ -145,7 +145,7 @@ def check_loaded_model(scheduler: Scheduler, chunks: ChunkRuntime) -> None:
 
 
 def _check_rule(chunks: ChunkRuntime) -> None:
-    """SGLang chooses the kernel of layers with states when it has the model."""
+    """Checks the kernel of layers with states, which SGLang chooses once it has the model."""
     if chunks.states is None:
         return
     kernel = type(chunks.states.backend.kernel_dispatcher.extend_kernel).__name__
@@ -209,7 +209,7 @@ class _Check:
             )
 
     def compute(self) -> _Pass:
-        """SGLang's own forward of the prompt, which then stands elsewhere."""
+        """Computes the prompt by SGLang's own forward, then gives it other slots; the KV stays in the old ones."""
         computed = self._forward(self._positions, states=self._taking())
         slots = self._prompt.slots
         self._prompt.move(self._others)
@@ -217,7 +217,7 @@ class _Check:
         return computed
 
     def moved_keys(self, shift: int) -> tuple[list[torch.Tensor], _Pass]:
-        """By layer the keys that `compute` left, moved by so many positions, and what is computed there."""
+        """The keys that `compute` left, by layer, moved by `shift` positions; and SGLang's own forward there."""
         there = self._forward(self._positions, shift=shift)
         self._bring_in(shift)
         keys, _ = self._kv()
@@ -225,11 +225,11 @@ class _Check:
 
     @property
     def _gap(self) -> tuple[int, int]:
-        """What is reused where rows stand in runs."""
+        """The positions `[begin, end)` that are reused while the rows around them are computed."""
         return self._num_tokens // 4, self._num_tokens // 2
 
     def _taking(self) -> StateForward | None:
-        """A forward of all rows in which what the gap does to states is taken."""
+        """The states of a forward of all rows that also takes what the gap does to states."""
         begin, end = self._gap
         return self._states(self._positions, wanted=lambda known: [Wanted(0, begin, end, begin, known)])
 
@@ -252,12 +252,12 @@ class _Check:
         return StateForward.of(layers, [rows], self._prompt.slots.device, is_fused=True)
 
     def _bring_in(self, shift: int) -> None:
-        """Copies what SGLang's own forward computed to where the prompt stands, turned by so many positions."""
+        """Copies the KV of SGLang's own forward to the slots of the prompt, with keys turned by `shift` positions."""
         source, target = (slots[: self._num_tokens].to(torch.int64) for slots in (self._others, self._prompt.slots))
         self._chunks.assembler.copy(source, target, torch.full_like(source, shift))
 
     def _attentions(self) -> Iterator[tuple[str, npt.NDArray[np.int64], Attention]]:
-        """What attends in fused batches, for a sentence, with the rows that it computes."""
+        """Yields each attention of fused batches: how rows are computed, in words; their positions; the attention."""
         layers, has_states = self._chunks.layers, self._chunks.states is not None
         rows, gap = self._rows(self._positions), np.delete(self._positions, np.arange(*self._gap))
         yield "computed by our kernel", self._positions, rows
@@ -324,8 +324,8 @@ class _Check:
         return self._own[layer] <= _MOST_OWN
 
     def _compare_keys(self, found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor], shift: int) -> None:
-        """Keys that were moved with those that the model computed there, layer by layer."""
-        # The model's table of cosines is fp32: an angle is known to so much.
+        """Compares moved keys with those that the model computed at these positions, layer by layer."""
+        # The model's table of cosines is fp32, so angles have an error of this size.
         of_table = _ANGLE_ULPS * 2.0**-24 * (shift + self._num_tokens)
         for layer, pair in enumerate(zip(found, expected, strict=True)):
             error, allowed = _difference(*pair), self._allowed(layer, _MOVED) + of_table
@@ -336,7 +336,7 @@ class _Check:
                 )
 
     def _compare_forward(self, found: _Pass, expected: _Pass, how: str) -> None:
-        """Rows of the tail with those of the model's own forward: what a layer attends wrongly shows behind it."""
+        """Compares rows of the tail with those of the model's own forward; a layer's error shows in the next layer."""
         for layer in range(len(found.keys) + 1):
             if layer < len(found.keys):
                 error, allowed = _difference(found.keys[layer][-TAIL_LEN:], expected.keys[layer][-TAIL_LEN:]), 1.0

@@ -1,7 +1,7 @@
-"""Which models are refused by what their configuration tells, before any process is started.
+"""Refuses models by their configuration, before any process is started.
 
-Verbs: `check_model` (one resolved model configuration), `check_flashinfer`. Whether reuse fits the model that was
-loaded is shown by forwards of it (`model_check`).
+Verbs: `check_model` (one resolved model configuration), `check_flashinfer`. Forwards of the loaded model show later
+whether reuse fits it (`model_check`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from sglang_chunk_cache.kv.state_models import has_states
 
 SEES_IMAGES_BOTH_WAYS = {"Gemma3ForConditionalGeneration"}
 REUSES_IMAGES = {"Qwen2_5_VLForConditionalGeneration", "Qwen3VLForConditionalGeneration"}
-"""Classes with which images were tried; with others a prompt that has some is computed exactly."""
+"""Model classes whose images were tried; with others a prompt that has images is computed exactly."""
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "dynamic", "longrope")
 
 
@@ -38,7 +38,6 @@ def check_model(model_config: Any) -> None:
     Raises:
         StartRefused: the model does not work with the chunk cache.
     """
-    # What a flag ends comes last.
     for check in (_kind_reason, _sparse_reason, _window_reason, _rope_reason, _attention_reason):
         reason = check(model_config)
         if reason is not None:
@@ -61,7 +60,7 @@ def _kind_reason(model_config: Any) -> str | None:
 
 
 def _sparse_reason(model_config: Any) -> str | None:
-    """A row attends to few tokens, and what chooses them is stored beside the keys, for one place in the prompt."""
+    """A row attends to few tokens only, and the index that chooses them is stored for one place in the prompt."""
     from sglang.srt.configs.model_config import is_deepseek_dsa, is_deepseek_v4, is_minimax_sparse
 
     if is_deepseek_v4(model_config.hf_config):
@@ -119,7 +118,7 @@ def _attention_reason(model_config: Any) -> str | None:
 
 
 def _other_states(model_config: Any) -> str:
-    """By which rule, and how that differs."""
+    """How the layers of such a model keep states, and why that is not served."""
     from sglang.srt.configs.hybrid_arch import hybrid_kda_config, hybrid_lightning_config, mamba2_config
 
     if hybrid_kda_config(model_config) is not None:

@@ -1,6 +1,6 @@
-"""What a scheduler's KV pool must be, whoever asked for it: a checkpoint may ask for another than the flags.
+"""Checks the KV pool that a scheduler has: a checkpoint may ask for another one than the flags.
 
-Verbs: `check_pool` (layout and numbers), `check_pool_dtype` (the numbers alone), `check_scales` (of a pool of FP8).
+Verbs: `check_pool` (layout and number format), `check_pool_dtype` (the format alone), `check_scales` (of an FP8 pool).
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ NOT_READ = {
     "fa4": ("float8_e4m3fn", "float8_e5m2"),
     "trtllm_mha": ("float8_e5m2",),
 }
-"""Numbers that a backend of SGLang's cannot prefill from, although SGLang lets a server start with them."""
+"""Number formats that a backend of SGLang cannot prefill from, although SGLang lets a server start with them."""
 
 
 def check_pool(kv_pool: Any, backends: Collection[str] = ()) -> None:
-    """Checks that a KV pool is one tensor `[num_slots, num_heads, head_dim]` per layer, of numbers that we can move.
+    """Checks that a KV pool is one tensor `[num_slots, num_heads, head_dim]` per layer, in a format that we can move.
 
-    Or one row per token and layer, of latent attention (MLA).
+    With latent attention (MLA) it is one row per token and layer instead.
 
     Args:
         backends: SGLang's, for prefill and for decoding.
@@ -51,10 +51,10 @@ def check_pool(kv_pool: Any, backends: Collection[str] = ()) -> None:
 
 
 def check_pool_dtype(dtype: str, backends: Collection[str] = ()) -> None:
-    """Checks the numbers of a KV pool, as torch names them; `backends` as of `check_pool`.
+    """Checks the number format of a KV pool, as torch names it; `backends` as of `check_pool`.
 
     Raises:
-        StartRefused: they are not of `POOL_DTYPES`, or a backend does not read them.
+        StartRefused: it is not one of `POOL_DTYPES`, or a backend does not read it.
     """
     if dtype not in POOL_DTYPES:
         refuse(f"the KV cache holds {dtype}, which --chunk-cache cannot move; add --kv-cache-dtype bf16.")
@@ -67,7 +67,7 @@ def check_pool_dtype(dtype: str, backends: Collection[str] = ()) -> None:
 
 
 def check_scales(kv_pool: Any, layers: Iterable[RadixAttention], backends: Collection[str]) -> None:
-    """Checks that what K and V are divided by, where they are stored in FP8, is what SGLang multiplies them with.
+    """Checks that SGLang multiplies K and V stored in FP8 by the scales that they were divided by.
 
     Raises:
         StartRefused: it is not.

@@ -2,11 +2,11 @@
 
 Verbs: `check_flags` (the flags as given), `check_port`, `check_disk` (the folder of the disk tier), `check_resolved`
 (the model, and the flags as SGLang resolved them), `refuse_missing_model`, `prepare_flags` (flags that follow from the
-options). Of a model's configuration `model_refusals` decides, in a scheduler `pool_check` of its KV pool.
+options). `model_refusals` checks the model's configuration; in a scheduler, `pool_check` checks its KV pool.
 
 Promise: a server that would give wrong answers, or silently reuse nothing, does not start; it ends with one sentence
-that names the flag or the property of the model. What SGLang chooses by itself stands, or is refused; of two KV pools
-is made one.
+that names the flag or the property of the model. What SGLang chooses by itself stands or is refused, except that two
+KV pools become one.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ FLAG_RULES: tuple[FlagRule, ...] = (
     FlagRule("enable_unified_memory", "the unified memory pool (--enable-unified-memory)"),
     FlagRule("enable_page_major_kv_layout", "the page-major KV layout (--enable-page-major-kv-layout)"),
     FlagRule("kv_canary", "the KV canary (--kv-canary)", not_null),
-    # They would tell the token ids of our nodes, under keys that no router can ask for.
+    # They would publish the token ids of our nodes, under keys that no router can ask for.
     FlagRule("kv_events_config", 'KV events (--kv-events-config; here "events" of --chunk-cache-config)', not_null),
     # Front ends.
     FlagRule("smg_grpc_mode", "gRPC mode (--smg-grpc-mode)"),
@@ -106,7 +106,7 @@ CHOICE_RULES: dict[str, tuple[str, ...]] = {
     "decode_attention_backend": ATTENTION_BACKENDS,
     "kv_cache_dtype": KV_CACHE_DTYPES,
 }
-"""Flags that are served with some values, by their fields of `ServerArgs`."""
+"""Flags of which only these values are served, by their fields of `ServerArgs`."""
 
 VARIABLE_RULES: tuple[FlagRule, ...] = tuple(
     FlagRule(name, f"{what} ({name})", lambda value: value is not None and value is not False)
@@ -119,7 +119,7 @@ VARIABLE_RULES: tuple[FlagRule, ...] = tuple(
 
 
 def prepare_flags(server_args: Any, config: Config) -> None:
-    """Sets the flags that follow from the options: the radix tree evicts by priorities where they are what we set. All
+    """Sets the flags that follow from the options: the radix tree evicts by priority if our `eviction` needs it. All
     layers share one KV pool, those with a window too: a passage that moves needs its KV in each of them.
 
     Raises:
@@ -242,7 +242,7 @@ def check_resolved(server_args: Any) -> None:
 
 
 def _tell_of_one_pool(model_config: Any, server_args: Any) -> None:
-    """What one pool costs a model of which SGLang would keep two."""
+    """Logs what one pool costs a model for which SGLang would make two."""
     from sglang.srt.configs.model_config import get_hybrid_layer_ids
 
     found = get_hybrid_layer_ids(model_config.hf_config.architectures, model_config.hf_text_config)
@@ -279,8 +279,8 @@ def _check_chosen(server_args: Any) -> None:
 def _check_determinism(server_args: Any, args: ChunkCacheArgs) -> None:
     """Checks that answers do not depend on the batch where that is asked for.
 
-    SGLang's promise holds where its own backend attends for every request of every batch. Kernels of ours split the
-    keys of a row by the size of the batch.
+    SGLang's promise holds if its own backend attends for every request of every batch: our kernels split the keys of a
+    row by the size of the batch.
     """
     if not resolved(server_args, "enable_deterministic_inference"):
         return
@@ -298,10 +298,10 @@ def _check_determinism(server_args: Any, args: ChunkCacheArgs) -> None:
 
 
 def check_tokenizer_workers(args: ChunkCacheArgs, server_args: Any) -> None:
-    """Checks what belongs to the one process that tokenizes, where there are several.
+    """Checks that nothing that needs a single tokenizer process is asked for where there are several.
 
     Raises:
-        StartRefused: it is asked for.
+        StartRefused: such an option is given.
     """
     if not more_than_one(resolved(server_args, "tokenizer_worker_num")):
         return
@@ -339,7 +339,7 @@ def check_role(server_args: Any) -> None:
     """Checks that a server is no decode server, and that a prefill server stays one and does not draft.
 
     Raises:
-        StartRefused: it is, or does not.
+        StartRefused: it is a decode server, or a prefill server that may switch, drafts or uses staging buffers.
     """
     mode = server_args.disaggregation_mode
     if mode == "decode":
@@ -369,15 +369,15 @@ _NOT_WITH_DRAFT = (
     FlagRule("enable_return_hidden_states", "returned hidden states (--enable-return-hidden-states)"),
     FlagRule("return_hidden_states_mode", "returned hidden states (--return-hidden-states-mode)", not_null),
 )
-"""What a model that drafts takes otherwise: which rows have hidden states, and how many tokens a request decodes."""
+"""Flags that a draft model rules out: it changes which rows have hidden states and how many tokens are decoded."""
 
 
 def check_draft(server_args: Any, config: Config) -> None:
-    """Checks speculative decoding with a model that drafts.
+    """Checks speculative decoding with a draft model.
 
     Raises:
-        StartRefused: chunks would come without the KV of that model, nobody has seen it on such a device, or a flag is
-            given that is served without it only.
+        StartRefused: there are tiers, which do not keep that model's KV; the device is untried, and `draft_on_gpu` is
+            not set; or a flag is given that a draft model rules out.
     """
     algorithm = resolved(server_args, "speculative_algorithm")
     if algorithm in (None, "NGRAM"):

@@ -74,15 +74,15 @@ class ChunkRuntime:
         manager: decides.
         store, assembler, pool, keeper, packer: find, move, bring in, keep and pack KV.
         gate: verifies replies; None = nobody does.
-        tiers, landings: below the KV pool; None = there are none.
-        events: tell what is held; None = nobody is told, or another rank does.
-        clock: measures forwards; those of all batches where there are tiers, else of those with marked requests.
+        tiers, landings: tiers below the KV pool, and their loads that arrive layer by layer; None = there are none.
+        events: publishes which chunks are held; None = nobody does, or another rank.
+        clock: times forwards: of all batches where there are tiers, else of those with marked requests.
         journal: what became of requests.
-        kernel: backend of the operations.
+        kernel: backend of our kernels.
         states: layers of the model that keep states; None = it has none.
         min_run_len: mean length of runs of rows from which SGLang's own attention backend serves them; None = never.
-        statistics_layers: of the model, at which statistics are taken.
-        target_forwards: from the model to one that drafts behind it.
+        statistics_layers: layers of the model at which statistics are taken.
+        target_forwards: tells the draft model which rows the target's forward added.
     """
 
     config: Config
@@ -117,7 +117,7 @@ class ChunkRuntime:
         return asks_selector(options, self.method, self.ratio)
 
     def note_ended(self, rid: str, state: ChunkRequest) -> None:
-        """Tells what became of a request; nothing of one that was never admitted."""
+        """Notes in journal and metrics what became of a request, if it was ever admitted."""
         if state.reported is None:
             return
         plan = state.reported.plan
@@ -129,9 +129,9 @@ class ChunkRuntime:
             self.metrics.add("not_packed", reason)
 
     def forget_weights(self) -> None:
-        """The model has other weights: no chunk and no measure of the old ones is used from now on.
+        """Drops all chunks and measurements of the old weights, after the model got others.
 
-        The exact prefixes in the tree are SGLang's to keep or to flush. Requests that run go on with what they have.
+        SGLang decides whether to keep or flush the exact prefixes in the tree. Running requests keep what they have.
         """
         if self.tiers is not None:
             self.tiers.disable("the weights were changed; start the server anew to have them again.")
@@ -154,7 +154,7 @@ class ChunkRuntime:
         """Recomputes index and pins from scratch.
 
         Raises:
-            AssertionError: they do not fit themselves or the tree, or a request that is gone left something behind.
+            AssertionError: they contradict themselves or the tree, or a request that is gone left something behind.
         """
         self.manager.check_integrity()
         self.store.check_integrity(self.manager.index)
@@ -309,17 +309,17 @@ def create_runtime(cache: Any, args: ChunkCacheArgs, ctx: TreeCacheBuildContext)
 
 
 def _save(manager: ChunkManager, tiers: ChunkTiers, variant_id: int) -> None:
-    """Without its transition a variant is gone from the pool."""
+    """Saves a variant to the tiers before its transition is dropped: without it the pool cannot serve the variant."""
     variant = manager.index.get(variant_id)
     if variant is not None:
         tiers.save_victims([variant], variant.length)
 
 
 def _statistics_layers(config: Config, attending: Sequence[int]) -> tuple[int, ...]:
-    """Layers that statistics are taken at, of those that attend.
+    """The layers at which statistics are taken; all are among `attending`, the layers that attend.
 
     Raises:
-        StartRefused: one that is named keeps a state.
+        StartRefused: a layer that was named keeps a state.
     """
     if isinstance(config.statistics_layers, str):
         return tuple(attending[i] for i in config.layers_with_statistics(len(attending)))
@@ -337,7 +337,7 @@ def _min_run_len(attention: str, device: str) -> int | None:
 
 
 def _create_events(config: Config, ctx: TreeCacheBuildContext, metrics: ChunkMetrics) -> EventPublisher | None:
-    """The publisher of one rank, since all hold the same; each data-parallel replica has one."""
+    """The publisher of a data-parallel replica, on one rank only, since all hold the same; None without `events`."""
     if config.events is None:
         return None
     instance, dp_rank = instance_of(ctx.server_args), get_parallel().dp_rank or 0
@@ -360,7 +360,7 @@ def _create_gate(
         return None
     file = None
     if config.verify_file is not None:
-        # Of rank 0, since all read the same file; another number of ranks is another fingerprint.
+        # Rank 0's fingerprint, since all ranks read the same file; it differs with the number of ranks.
         model = assembler.fingerprint(ctx.server_args, 0, ctx.tp_size).digest
         file = StateFile(config.verify_file, model, is_writer=ctx.tp_rank == 0)
     metrics = GateMetrics(enabled=is_counting, model=get_serving().served_model_name)

@@ -1,4 +1,4 @@
-"""What a server of a model with states refuses, and what it does otherwise.
+"""What a server of a model with states refuses, and what it does differently.
 
 Verb: `check_states` (flags and options of such a server).
 """
@@ -19,7 +19,7 @@ _RULES = (
     FlagRule("enable_linear_replayssm", "states that are replayed (--enable-linear-replayssm)"),
     FlagRule("enable_linear_replayssm_spec", "states that are replayed (--enable-linear-replayssm-spec)"),
     FlagRule("enable_int8_mamba_checkpoint", "states in eight bits (--enable-int8-mamba-checkpoint)"),
-    FlagRule("enable_tf32_matmul", "float32 rounded to 10 bits (--enable-tf32-matmul)"),  # what is passed on would be
+    FlagRule("enable_tf32_matmul", "float32 rounded to 10 bits (--enable-tf32-matmul)"),  # states would be too
 )
 _OPTIONS: tuple[tuple[str, str], ...] = (
     ("verify_share", "a verification computes a prompt where no states are kept"),
@@ -30,7 +30,7 @@ _OPTIONS: tuple[tuple[str, str], ...] = (
 
 
 def check_states(server_args: Any, args: ChunkCacheArgs) -> str:
-    """The default method of a server of such a model.
+    """Checks a server of a model with states; returns its default method.
 
     Raises:
         StartRefused: a method, a flag or an option does not work with states.
@@ -51,7 +51,7 @@ def check_states(server_args: Any, args: ChunkCacheArgs) -> str:
     core = envs.SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND
     if core.is_set() and core.get() != "python":
         refuse("SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND: a model with states needs SGLang's tree in Python; unset it.")
-    core.set("python")  # the other has no nodes without a state
+    core.set("python")  # the other tree has no nodes without a state
     method = STATE_METHODS[0] if args.method == DEFAULT_METHOD else args.method
     if method not in STATE_METHODS:
         refuse(f"--chunk-cache-method {method}: {state_problem(method)}; choose {' or '.join(STATE_METHODS)}.")

@@ -1,8 +1,8 @@
-"""Whether SGLang's attention backends know of the windows of a model's layers, beside the layers themselves.
+"""Whether SGLang's attention backend knows the sliding window of a model, if it plans one for the whole model.
 
-Verb: `check_windows`. A backend that plans its windows for the whole model asks the model for one. Where the layers
-with a window have a pool of their own, SGLang takes it from config.json instead; here all layers share one pool
-(`refusals.prepare_flags`), so nobody tells it where the class does not, and it decodes over all tokens or fails.
+Verb: `check_windows`. Such a backend asks the model's class for the window. Where layers with a window have a KV pool
+of their own, SGLang takes the window from config.json instead. Here all layers share one pool
+(`refusals.prepare_flags`), so if the class names no window, the backend has none, and decodes over all tokens or fails.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ def check_windows(window: int | None, of_layers: Iterable[int], backends: Collec
 
     Args:
         window: `sliding_window_size` of SGLang's model runner.
-        of_layers: of each layer; -1 = all tokens.
+        of_layers: the window of each layer; -1 = all tokens.
         backends: SGLang's, for prefill and for decoding.
 
     Raises:
-        StartRefused: they are not.
+        StartRefused: a backend would not plan them.
     """
     planned = [backend for backend in PLANNED if backend in backends]
     if planned and window is None and max(of_layers) > -1:

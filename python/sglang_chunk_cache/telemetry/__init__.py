@@ -1,1 +1,1 @@
-"""What a server tells the outside of its work: Prometheus metrics, traced stages, events."""
+"""What a server tells the outside about its work: Prometheus metrics, traced stages, events."""

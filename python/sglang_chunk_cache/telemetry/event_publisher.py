@@ -1,7 +1,7 @@
-"""EventPublisher: tells what this replica holds, by SGLang's publisher of KV events.
+"""EventPublisher: publishes which chunks this replica holds, by SGLang's publisher of KV events.
 
-Verb: `publish` (what has changed since the last call, as one batch). Promise: it waits for nobody. A batch that finds
-the queue of the publisher's thread full is dropped and counted, and then all that is held is told anew.
+Verb: `publish` (what has changed since the last call, as one batch). Promise: it waits for nobody. If the queue of the
+publisher's thread is full, the batch is dropped and counted, and later all that is held is published anew.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from chunk_cache.options.event_config import EventConfig
 from sglang_chunk_cache.telemetry.chunk_metrics import ChunkMetrics
 
 BUFFER_LEN = 10_000
-"""Batches that can be asked for again."""
+"""Batches that a subscriber can ask for again."""
 
 MAX_QUEUED = 1000
 """Batches that wait for the publisher's thread."""
@@ -30,10 +30,10 @@ class EventPublisher:
 
     Args:
         instance: name of the server.
-        dp_rank: of its replicas, this one.
+        dp_rank: number of this replica of the server.
 
     Raises:
-        ValueError: an address is taken, or cannot be one of ours; the message names the key.
+        ValueError: an address is taken, or cannot be one of ours; the message names it.
     """
 
     def __init__(self, config: EventConfig, metrics: ChunkMetrics, *, instance: str, dp_rank: int) -> None:
@@ -55,7 +55,7 @@ class EventPublisher:
             raise ValueError(f"{error}; give addresses of this machine that are free") from None  # it names the address
 
     def publish(self) -> None:
-        """Everything that has changed since the last call, in one batch; none where nothing has."""
+        """Publishes everything that has changed since the last call, in one batch; nothing if nothing has."""
         if not self.log.has_news:
             return
         if self._publisher._event_queue.full():  # `publish` would wait; nobody else puts, so it does not wait below

@@ -36,14 +36,14 @@ class GateMetrics(Meters):
         self._model = model
 
     def observe_reply(self, kind: Kind, measure: Measure) -> None:
-        """One verified reply."""
+        """Adds one verified reply."""
         for name in MEASURES:
             value = getattr(measure, name)
             if value is not None:
                 self.observe(name, value, *self._labels_of(kind))
 
     def count_drift(self, kind: Kind) -> None:
-        """KL of a kind has drifted."""
+        """Counts that the KL of a kind has drifted."""
         self.add("drifts", *self._labels_of(kind))
 
     def _labels_of(self, kind: Kind) -> tuple[str, ...]:

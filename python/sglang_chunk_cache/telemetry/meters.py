@@ -1,4 +1,4 @@
-"""Meters: Prometheus counters, gauges and histograms, next to SGLang's own on `/metrics`, made of a table.
+"""Meters: Prometheus counters, gauges and histograms, next to SGLang's own on `/metrics`, made from a table.
 
 Promises: labels are from fixed lists, never a client's text. Only rank 0 measures, so that tensor parallelism does not
 multiply the numbers. Without `--enable-metrics` nothing is measured.
@@ -20,8 +20,8 @@ class Meter:
     Attributes:
         kind: class of the Prometheus client.
         name: behind `PREFIX`.
-        text: what it says, for people.
-        options: of the class.
+        text: what it measures, for people.
+        options: further arguments of the class.
     """
 
     kind: str

@@ -1,6 +1,6 @@
 """Stages of serving a request: how long each takes is a histogram, and a span where SGLang traces (`--enable-trace`).
 
-Verbs: `stage` (what runs inside is one), `note_stage` (one that has ended).
+Verbs: `stage` (measures what runs inside it), `note_stage` (notes a stage that has ended).
 
     planning     the index is asked, and what happens to every token is decided; once per attempt to admit a request
     loading      a request is held in the queue until its chunks, or the scores of the selector, are there
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def stage(metrics: ChunkMetrics, name: str, reqs: Sequence[Req]) -> Iterator[dict[str, Any]]:
-    """Measures what runs inside; what is put into the dictionary are attributes of the spans."""
+    """Measures what runs inside; entries of the yielded dictionary become attributes of the spans."""
     begin_ns = time.time_ns()
     attributes: dict[str, Any] = {}
     yield attributes
@@ -34,7 +34,7 @@ def stage(metrics: ChunkMetrics, name: str, reqs: Sequence[Req]) -> Iterator[dic
 def note_stage(
     metrics: ChunkMetrics, name: str, reqs: Sequence[Req], begin_ns: int, attributes: dict[str, Any] | None = None
 ) -> None:
-    """One stage of some requests, from `begin_ns` (since 1970) until now."""
+    """Notes one stage of some requests, from `begin_ns` (since 1970) until now."""
     end_ns = time.time_ns()
     metrics.observe(name, (end_ns - begin_ns) / 1e9)
     for req in reqs:

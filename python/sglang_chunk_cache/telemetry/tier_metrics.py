@@ -26,18 +26,18 @@ class TierMetrics(Meters):
         super().__init__(_METERS, enabled=enabled)
 
     def count_load(self, tier: str, outcome: str, num_bytes: int = 0, seconds: float = 0.0) -> None:
-        """One chunk: `ok`, `not_stored`, or one of the reasons of `TierError` or of the replies."""
+        """Counts a chunk to load; outcome: `ok`, `not_stored`, or a reason of `TierError` or of the replies."""
         self.add("loads", tier, outcome)
         self.add("load_bytes", tier, num=num_bytes)
         self.add("load_seconds", tier, num=seconds)
 
     def count_estimate(self, tier: str, estimated_s: float, actual_s: float) -> None:
-        """One load whose time had been estimated."""
+        """Adds one load whose time had been estimated."""
         self.add("estimated_seconds", tier, num=estimated_s)
         self.add("actual_seconds", tier, num=actual_s)
 
     def count_write(self, tier: str, outcome: str, num_bytes: int = 0, seconds: float = 0.0) -> None:
-        """One chunk: `ok`, `busy`, `refused` by the budget, or a reason of `TierError`."""
+        """Counts a chunk to write; outcome: `ok`, `busy`, `refused` by the budget, or a reason of `TierError`."""
         self.add("writes", tier, outcome)
         self.add("write_bytes", tier, num=num_bytes)
         self.add("write_seconds", tier, num=seconds)
