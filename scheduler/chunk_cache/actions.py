@@ -19,7 +19,7 @@ class Keep:
     in_path: bool
     is_prepared: bool = False
     fixed: int | None = None
-    """The variant that was fixed for the prompt; None where the chunk was computed."""
+    """Id of the variant that was fixed for the prompt; None where the chunk was computed."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,8 @@
-"""A user's mistake, told in one sentence.
+"""Errors: a user's mistake, told in one sentence.
 
 `ChunkCacheRequestError` is a mistake in one request (HTTP 400), `ChunkCacheConfigError` one in the server's own
-configuration (refuse to start). Both read ``<json path>: <problem>; <remedy>``. Everything else that cannot happen is
-an assert, and "not now" is a return value.
+configuration (refuse to start). Both read ``<json path>: <problem>; <remedy>``. What cannot happen is an assert, and
+"not now" is a return value.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def show(value: object) -> str:
 
 
 def known_names(name: object, known: Iterable[str], kind: str = "keys") -> str:
-    """The remedy for a name that is unknown: the one that was perhaps meant, and all that there are."""
+    """The remedy for an unknown name: the one that was perhaps meant, and all known ones."""
     known = list(known)
     close = difflib.get_close_matches(str(name)[:100].lower(), known, n=1, cutoff=0.82)
     return "".join(f"did you mean {one}? " for one in close) + f"known {kind}: {', '.join(known)}"

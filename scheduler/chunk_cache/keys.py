@@ -1,8 +1,7 @@
 """Chunk keys: equal keys mean equal tokens in the same partition.
 
-`chunk_key` names one chunk, `chunk_keys` those of a prompt, a `Partition` a tenant. A chunk's key is content only:
-where it stands, and what it was computed behind, belongs to the variant. Tenants never share a key, because the
-partition is hashed in front.
+`chunk_key` names one chunk, `chunk_keys` those of a prompt, a `Partition` a tenant. A chunk's key depends on its tokens
+alone: its position and context belong to the variant. Tenants never share a key, because the partition is hashed first.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from chunk_cache.types import Span
 KEY_LEN = 16
 """Bytes of a key: 128 bits, so that accidental collisions do not happen."""
 TEXT_LEN = 8
-"""Bytes that the name of a text between chunks has more: they stand for the text alone."""
+"""Additional bytes in the name of a text between chunks: a hash of the text alone."""
 
 _PERSON = b"chunk-cache-1"  # separates our keys from any other use of the hash; the number is the encoding's version
 
@@ -41,12 +40,12 @@ class Partition:
 
     @cached_property
     def key(self) -> bytes:
-        """`KEY_LEN` bytes that stand for it where it is counted, or leaves the process."""
+        """`KEY_LEN` bytes that stand for the partition in counters and outside of the process."""
         return chunk_key(self, ())
 
     @property
     def name(self) -> str:
-        """`default`, or a digest: for eyes that must not see a client's salt."""
+        """`default`, or a digest, which does not show a client's salt."""
         return name_of_partition(self.key)
 
 
@@ -95,12 +94,12 @@ def chunks_among(pieces: Iterable[bytes]) -> list[bytes]:
 
 
 def text_names(pieces: Iterable[bytes]) -> frozenset[bytes]:
-    """What stands for the texts between chunks among `pieces` (`chunk_cache.prompt.chunk_prompt`)."""
+    """Hashes of the texts between chunks among `pieces` (`chunk_cache.prompt.chunk_prompt`)."""
     return frozenset(piece[KEY_LEN:] for piece in pieces if len(piece) > KEY_LEN)
 
 
 def _partition_state(partition: Partition) -> hashlib.blake2b:
-    """The hash after the partition."""
+    """A hash that has read the partition."""
     state = hashlib.blake2b(digest_size=KEY_LEN, person=_PERSON)
     for field in (partition.extra_key, partition.cache_salt):
         # length first: ("ab", "c") and ("a", "bc") must differ; absent is neither empty nor any string
@@ -113,7 +112,7 @@ def _partition_state(partition: Partition) -> hashlib.blake2b:
 
 
 def int64_buffer(token_ids: TokenIds) -> array[int] | memoryview:
-    """Token ids as what a hash takes: int64, `[length]`.
+    """Token ids as a buffer that a hash can read: int64, `[length]`.
 
     Raises:
         TypeError: a token is not an integer.

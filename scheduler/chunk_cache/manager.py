@@ -1,18 +1,18 @@
 """ChunkManager: the one place that decides what a prompt reuses and what is kept of it. It moves no KV.
 
-    plan        what happens to every token of a prompt
-    sources     the variants that a plan brings in
-    use         they were brought in
-    missing     chunks of a prompt that the tiers below the pool may have, or have better
-    accept      whether what a tier had goes into the pool
-    remember_exact, remember_fused   what to keep of a prompt that was computed
-    promote     which of the variants just used deserve a home of their own
-    complete, complete_accept, complete_promote   what was to be kept, taken or promoted lies in its home now
-    evicted     the store has made room
+    plan        decides what happens to every token of a prompt
+    sources     names the variants that a plan brings in
+    use         counts the use of variants that were brought in
+    missing     names the chunks of a prompt to look for in the tiers below the pool
+    accept      decides whether a variant from a tier goes into the pool
+    remember_exact, remember_fused   decide what to keep of a prompt that was computed
+    promote     decides which of the variants just used get a home of their own
+    complete, complete_accept, complete_promote   note that an action was carried out
+    evicted     notes that the store has evicted tokens
 
-Decisions are frozen actions: whoever moves KV carries one out, reports it, and asks for the next, so each is made on
-the newest state. The manager asks its `Store` one question, how much of a variant is still there; the server's radix
-tree and the simulator's pool both answer it.
+Decisions are frozen actions (`actions.py`). Whoever moves KV carries one out, reports it, and asks for the next, so
+each is decided on the newest state. The manager asks its `Store` one question: how much of a variant is still there.
+The server's radix tree and the simulator's pool both answer it.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from chunk_cache.tiers.variant_search import Held, is_better
 from chunk_cache.types import Span
 
 ROOM_PER_REUSED = 4
-"""Tokens of room for each that was reused: between two uses of a chunk others come by, some to be used again."""
+"""Tokens left to stored chunks per token that was reused: other chunks are used between two uses of one."""
 
 _NO_REASONS: Mapping[bytes, str] = MappingProxyType({})
 
@@ -67,11 +67,11 @@ class ChunkManager:
     """See the head of this file.
 
     Args:
-        method, ratio: the server's, for prompts that name none.
+        method, ratio: the server's, for requests that name none.
         page_size: tokens per page of the store.
         capacity: tokens that the store holds; None = any number.
         max_unknown_rows, step_len: as in `make_plan`.
-        words: of the model's tokenizer.
+        words: the words of the model's tokenizer, for methods that ask for them.
         has_states: as in `make_plan`.
     """
 
@@ -116,7 +116,7 @@ class ChunkManager:
     # What a prompt reuses.
 
     def look_up(self, prompt: ChunkPrompt, chunk: int) -> Lookup:
-        """What is stored of a chunk behind those in front of it; asked once per state of index and store."""
+        """The best stored variant of a chunk at its place in the prompt; remembered until index or store change."""
         memo = prompt.memo
         if memo.version != self._version:
             memo.lookups.clear()
@@ -124,7 +124,7 @@ class ChunkManager:
         if found is None:
             found = self.index.lookup(prompt.keys[chunk], self.store.resolve, self.need(prompt, chunk))
             memo.lookups[chunk] = found
-        memo.version = self._version  # what a lookup finds to be gone are variants of its own chunk alone
+        memo.version = self._version  # a lookup forgets variants of its own chunk only, so the others stay valid
         return found
 
     @property
@@ -134,7 +134,7 @@ class ChunkManager:
     def need(self, prompt: ChunkPrompt, chunk: int) -> Need:
         """Where a prompt needs a chunk, and which variants it may be given."""
         return Need(
-            # What is prepared is computed behind exact ones alone.
+            # A chunk is prepared behind exact variants only.
             max_generation=self.config.max_generation if prompt.to_prepare is None else 0,
             context=prompt.context(chunk),
             system=prompt.system,
@@ -144,12 +144,12 @@ class ChunkManager:
         )
 
     def _stored_len(self, prompt: ChunkPrompt, chunk: int) -> int:
-        """Leading tokens of a chunk that some variant has which fits, whatever it costs."""
+        """Most leading tokens of a chunk that one fitting variant has, whatever its CFO."""
         need = replace(self.need(prompt, chunk), max_generation=self.config.max_generation, max_unit_cfo=math.inf)
         return self.index.stored_len(prompt.keys[chunk], self.store.resolve, need)
 
     def missing(self, prompt: ChunkPrompt) -> Iterator[Missing]:
-        """Chunks that the pool has not, or only as a variant that does not fit a prompt perfectly."""
+        """Yields the chunks of which the pool has no variant that is exact, complete and without CFO here."""
         if prompt.options.mode in ("off", *EXACT_MODES):
             return
         for i, key in enumerate(prompt.keys):
@@ -161,7 +161,7 @@ class ChunkManager:
                 yield Missing(i, need, self._held(key, need, found))
 
     def _held(self, key: bytes, need: Need, found: Lookup) -> Held:
-        """What the pool would give where a chunk is needed."""
+        """What the pool has of a chunk, to compare with the variants of tiers."""
         peers = self.index.variants_of(key)
         fits = found.variant is not None and need.fits(found.variant)
         return Held(
@@ -173,7 +173,7 @@ class ChunkManager:
         )
 
     def accept(self, variant: Arriving, need: Need) -> Accept | None:
-        """A variant from a tier that goes into the pool; None = the pool has one as good by now, or would not keep it.
+        """Decides whether a variant from a tier goes into the pool; None = the pool has one as good, or refuses it.
 
         Args:
             need: where it is needed.
@@ -192,7 +192,7 @@ class ChunkManager:
         return Accept(variant, self.new_priority(0)) if is_wanted else None
 
     def complete_accept(self, accept: Accept, home: Home) -> Variant:
-        """What was accepted lies in `home`; nothing came between."""
+        """Notes that an accepted variant lies in `home`; the index must not have changed since `accept`."""
         arrived = accept.variant
         variant = self.index.add(
             arrived.key,
@@ -227,13 +227,13 @@ class ChunkManager:
         reasons: Mapping[bytes, str] = _NO_REASONS,
         num_generated: int = 0,
     ) -> RecomputePlan:
-        """What happens to every token of a prompt; the same plan until index, store or an argument change.
+        """Decides what happens to every token of a prompt; the same plan until index, store or an argument change.
 
         Args:
             prefix_len, max_prefix_len, limit_reason: as in `make_plan`.
-            decision: how the target wants it served, in the place of the server's method and ratio.
-            reasons: by key, why a chunk that is not stored could not be brought up from below the store.
-            num_generated: tokens at the end of the prompt that were generated, of a request that was retracted.
+            decision: what the controller of the target chose, instead of the server's method and ratio.
+            reasons: by chunk key, why a chunk that the pool does not have could not be loaded from a tier.
+            num_generated: generated tokens at the end of the prompt, if the request was retracted.
         """
         method, ratio, no_load = self._method, self._ratio, "unsupported" if prompt.unsupported else None
         if decision is not None and decision.step is not None:
@@ -246,7 +246,7 @@ class ChunkManager:
             return memo.plan
         opts = prompt.options
         question = question_of(opts.spans, prompt_len - num_generated, opts.answer_tokens)
-        if num_generated:  # they are no part of the question, by which rows are chosen as before
+        if num_generated:  # not part of the question, so that the same rows are chosen as before
             opts = replace(opts, answer_tokens=opts.answer_tokens + num_generated)
         lookups: list[Lookup | None] = [
             self._look_up_below(prompt, i, reasons) if opts.mode != "off" and end > prefix_len else None
@@ -303,7 +303,7 @@ class ChunkManager:
         return found if reason is None else NOTHING[reason]
 
     def _selector_reason(self, prompt: ChunkPrompt, default: str) -> str | None:
-        """Why a method that asks the selector has no scores; None where it has, and for all others."""
+        """Why a method that asks the selector has no scores; None if it has, or does not ask."""
         if not METHODS[prompt.options.method or default].asks_selector:
             return None
         return NO_ANSWER if prompt.answer is None else prompt.answer.reason
@@ -325,14 +325,14 @@ class ChunkManager:
         return [None if v is None or v.statistics is None else v.statistics.of(statistic) for v in variants]
 
     def _word_rankings(self, prompt: ChunkPrompt, question: Span) -> tuple[Ranking, ...] | None:
-        """By words of the question, which is the same in every plan of a prompt."""
+        """Rankings by words of the question; computed once, as all plans of a prompt have the same question."""
         memo = prompt.memo
         if memo.words is None and prompt.token_ids is not None:
             memo.words = self._words.rankings(prompt.token_ids, prompt.options.spans, question)
         return memo.words
 
     def sources(self, plan: RecomputePlan) -> list[tuple[ChunkPlan, Variant]]:
-        """The hits of a plan, each with the variant that it brings in; nothing was forgotten since it was made."""
+        """The hits of a plan, each with the variant that it brings in; the index must still have all of these."""
         found = []
         for chunk in plan.chunks:
             if chunk.num_reused:
@@ -347,27 +347,27 @@ class ChunkManager:
             self.index.touch(variant, 1.0 if chunk.unit_cfo is None else use_weight(chunk.unit_cfo, variant.length))
 
     def priority(self, variant: Variant) -> int | None:
-        """Eviction priority of what a variant lies in; None where only the last use counts."""
+        """Eviction priority of the tree nodes that hold a variant; None where only the last use counts."""
         return int(self.index.worth(variant)) if self._is_by_frequency else None
 
     def new_priority(self, priority: int) -> int:
-        """Priority of what is new: it goes before what was reused lately, not before everything that ever was.
+        """Eviction priority of new KV: it is evicted before KV reused lately, not before all that was ever reused.
 
         Args:
-            priority: that it was given.
+            priority: the one it was given, which counts if it is larger.
         """
         return max(priority, int(self.index.age)) if self._is_by_frequency else priority
 
     def num_kept_tokens(self, capacity: int) -> int:
-        """Tokens that running requests leave to stored chunks: by how much is reused, at most a share of `capacity`."""
+        """Tokens that requests leave to stored chunks: `ROOM_PER_REUSED` per reused one, at most `keep_share`."""
         return min(int(self.config.keep_share * capacity), ROOM_PER_REUSED * self.index.num_reused_tokens)
 
     def takes_kept_room(self, num_tokens: int, num_free: int, capacity: int) -> bool:
-        """Whether a request of so many tokens would have reused chunks evicted, with `num_free` left to it and others.
+        """Whether a request of `num_tokens` has reused chunks evicted, if all requests have `num_free` tokens left.
 
         Without this a burst fills the KV pool with running requests, each finds fewer chunks, computes more, and stays
-        longer: throughput falls where load is highest. A request that has no room beside the chunks even when it runs
-        alone would wait for a server that is empty, and is let in.
+        longer: throughput falls where load is highest. A request that would have no room beside the chunks even if it
+        ran alone is admitted: it would otherwise wait until the server is empty.
         """
         num_kept = self.num_kept_tokens(capacity)
         return num_tokens <= capacity - num_kept and num_free - num_tokens < num_kept
@@ -398,9 +398,9 @@ class ChunkManager:
         return self._retention.complete(prompt, keep, home, statistics)
 
     def promote(self, plan: RecomputePlan) -> Iterator[Promote]:
-        """Popular variants that this plan used and that keep a cold path alive.
+        """Yields popular variants of this plan that lie in a cold path, to copy them to homes of their own.
 
-        A path is cold for a variant where a home of its own would let more than half of it go.
+        A path is cold for a variant if popular variants have less than half of its tokens up to the end of this one.
         """
         min_uses = self.config.promote_uses
         popular_lens: dict[PathTokens, int] = {}
@@ -419,11 +419,11 @@ class ChunkManager:
                 popular_lens.clear()  # carrying it out may have moved or evicted others
 
     def complete_promote(self, promotion: Promote, home: Home) -> None:
-        """The KV of what was promoted lies in `home`."""
+        """Notes that the KV of a promoted variant lies in `home`."""
         self.index.move(promotion.variant, home)
 
     def evicted(self, num_tokens: int, capacity: int) -> None:
-        """The store of `capacity` tokens has evicted so many."""
+        """Notes that the store of `capacity` tokens has evicted `num_tokens`."""
         self.index.advance_age(num_tokens / capacity)
         self.index.sweep(self.store.resolve, num_tokens)
 
@@ -431,6 +431,6 @@ class ChunkManager:
         """Recomputes the index from scratch.
 
         Raises:
-            AssertionError: it does not fit itself or the store.
+            AssertionError: it contradicts itself or the store.
         """
         self.index.check_integrity(self.store.resolve)

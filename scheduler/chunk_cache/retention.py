@@ -1,9 +1,9 @@
 """Retention: what is kept of a prompt that was computed.
 
-    remember_exact, remember_fused   which of its chunks, and where
-    complete                         one of them lies in its home now
+    remember_exact, remember_fused   decide which of its chunks, and where
+    complete                         notes that a chunk lies in its home now
 
-Each chunk is decided on when it is asked for, so one is carried out and reported before the next.
+The deciding ones are generators: the caller carries out and reports one action before it asks for the next.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from chunk_cache.plan.recompute_plan import RecomputePlan
 from chunk_cache.prompt.chunk_prompt import ChunkPrompt
 
 MAX_DERIVED_SHARE = 0.25
-"""Share of the KV pool that derived variants may have before no fixed chunks are remembered."""
+"""Share of the KV pool that derived variants may have; beyond it no fixed chunks are remembered."""
 
 
 @dataclass(frozen=True)
 class Soundness:
-    """What the store knows of the KV that a prompt has left.
+    """What the store knows about the KV of a prompt that was computed.
 
     Attributes:
-        lacks_states: whether what a chunk does to states, in a model that has some, is not known or has no room.
-        has_old_prefixes: whether an exact prefix that was found may be KV of other weights.
+        lacks_states: for a model with states, whether the effect of a chunk on them is unknown or has no room.
+        has_old_prefixes: whether an exact prefix may be KV that was computed with other weights.
     """
 
     lacks_states: Callable[[int], bool] = lambda chunk: False
@@ -46,7 +46,7 @@ class Retention:
     """See the head of this file.
 
     Attributes:
-        look_up, stored_len: what is stored of a chunk of a prompt, and how many tokens of it fit there.
+        look_up, stored_len: `look_up` and `_stored_len` of `ChunkManager`.
         capacity: tokens that the store holds; None = any number.
         has_states: as in `make_plan`.
     """
@@ -60,16 +60,16 @@ class Retention:
     has_states: bool
 
     def has_prepared(self, prompt: ChunkPrompt, chunk: int) -> bool:
-        """Whether the whole of a chunk is stored as prepared behind what stands in front of it."""
+        """Whether the whole of a chunk is stored as a variant that was prepared in this context."""
         variant = self.index.prepared(prompt.keys[chunk], prompt.system, prompt.context(chunk))
         return variant is not None and self.resolve(variant) == variant.length
 
     def remember_exact(
         self, prompt: ChunkPrompt, plan: RecomputePlan | None, *, in_tree: int, up_to: int
     ) -> Iterator[Keep | Forgo]:
-        """Every chunk of an exact prompt is a span in its path; in mode off none is remembered.
+        """Yields which chunks of an exact prompt to keep, and which not: where possible as spans of its path.
 
-        In modes prepare and warm only the last is, in a home of its own.
+        In mode off none is kept; in modes prepare and warm only the last, in a home of its own.
 
         Args:
             in_tree: leading tokens of the prompt that its path holds.
@@ -86,8 +86,8 @@ class Retention:
             if exceeds_share:
                 yield Forgo(i, "partition_share")
             elif is_whole or (usable_len(covered_len, end - start) and not self.has_states):
-                # A path that holds a part of the chunk may hold no more of it than is stored already; with states one
-                # variant of it is enough, of whatever context.
+                # A part of a chunk is kept only if it is longer than what is stored already; with states one variant
+                # is enough, in whatever context.
                 if (is_whole and not self.has_states) or self.stored_len(prompt, i) < covered_len:
                     yield Keep(i, generation=0, in_path=True)
             elif end <= up_to and self._is_new(prompt, i, 0, plan):
@@ -95,16 +95,16 @@ class Retention:
                 yield Keep(i, generation=0, in_path=False)
 
     def remember_fused(self, prompt: ChunkPrompt, plan: RecomputePlan, *, up_to: int) -> Iterator[Keep | Forgo]:
-        """Chunks that a fused prompt had to compute become derived variants in homes of their own.
+        """Yields which chunks of a fused prompt to keep, in homes of their own: those that it had to compute.
 
-        So do those that it fixed for its context, where these are remembered and not too much is derived already. In
-        mode prepare only the last chunk does, and is a prepared one.
+        With `remember: contexts` also those that it fixed for its context, unless too much of the pool is derived
+        already. In mode prepare only the last chunk, as a prepared variant.
         """
         if prompt.to_prepare is not None:
             yield from self._remember_prepared(prompt, prompt.to_prepare, up_to)
             return
         generation = 0
-        # What a chunk does to states is known of one that was computed whole.
+        # The effect of a chunk on states is known only if it was computed whole.
         fixes = self.config.remember == "contexts" and plan.num_recomputed > 0 and not self.has_states
         for i, chunk in enumerate(plan.chunks):
             if chunk.generation is not None and plan.ratio < 1.0:
@@ -130,7 +130,7 @@ class Retention:
         actions: Iterable[Keep | Forgo],
         soundness: Soundness,
     ) -> Iterator[Keep | Forgo]:
-        """The same, but that chunks whose KV would be of no use, or wrong, are not kept."""
+        """The same actions, but chunks whose KV would be of no use, or wrong, are not kept."""
         for action in actions:
             start, _ = prompt.options.spans[action.chunk]
             if isinstance(action, Forgo):
@@ -145,10 +145,10 @@ class Retention:
     def complete(
         self, prompt: ChunkPrompt, keep: Keep, home: Home, statistics: ChunkStatistics | None = None
     ) -> Variant | None:
-        """What was to be kept lies in `home`; None where the index did not take it after all.
+        """Notes that a kept chunk lies in `home`; returns its variant, or None if the index refused it after all.
 
         Args:
-            statistics: None = of a chunk that was fixed, those of what it was; of others there are none.
+            statistics: None = none were taken; a fixed chunk then has those of the variant that was fixed.
         """
         source = None if keep.fixed is None else self.index.get(keep.fixed)
         if statistics is None and source is not None and source.statistics is not None:
@@ -167,7 +167,7 @@ class Retention:
         )
 
     def _remember_prepared(self, prompt: ChunkPrompt, chunk: int, up_to: int) -> Iterator[Keep | Forgo]:
-        """The chunk behind what stands in front of it, where it is not stored so already."""
+        """Keeps the chunk as prepared in this context, unless it is stored so already."""
         generation = int(prompt.options.mode == "prepare")  # at any ratio
         if prompt.options.spans[chunk][1] > up_to or self.has_prepared(prompt, chunk):
             return
@@ -177,9 +177,9 @@ class Retention:
             yield Keep(chunk, generation, in_path=False, is_prepared=True)
 
     def _is_new(self, prompt: ChunkPrompt, chunk: int, generation: int, plan: RecomputePlan | None) -> bool:
-        """Not stored meanwhile by another request, or by an earlier occurrence in this one, and wanted by the index.
+        """Whether the index wants a chunk, and no other request or earlier occurrence has stored it meanwhile.
 
-        A chunk that was computed because its variants do not fit this context is new if none of this context is stored.
+        A chunk that was computed because of its CFO is new unless a variant without CFO in this context is stored.
         """
         found = self.look_up(prompt, chunk)
         if found.covered_len == prompt.length(chunk):

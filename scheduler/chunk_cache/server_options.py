@@ -70,7 +70,7 @@ def _target_problem(target: Target, config: Config) -> str | None:
 
 
 def _steps_problem(target: Target, method: str, ratio: float) -> str | None:
-    """Whether to ask the selector is decided where prompts are tokenized, by the server's own method."""
+    """Why a step cannot ask the selector: that is decided where prompts are tokenized, by the server's own method."""
     if asks_selector(RequestOptions(spans=((0, 1),)), method, ratio):
         return None
     for i, step in enumerate(target.steps):

@@ -15,14 +15,14 @@ Span: TypeAlias = tuple[int, int]
 
 
 class Status(StrEnum):
-    """What became of one marked chunk; what follows the exact prefix decides."""
+    """What became of one marked chunk; if it begins inside the exact prefix, its part behind the prefix decides."""
 
     PREFIX = "prefix"
     """Wholly inside the exact prefix."""
     HIT = "hit"
     """Brought in, at least in part, from a stored variant."""
     MISS = "miss"
-    """Not stored: computed and, unless the mode is off, remembered."""
+    """Not stored in a form that this prompt may use: computed and, unless the mode is off, remembered."""
     SKIPPED = "skipped"
     """Stored but not used, or not looked up; the reason says why."""
 

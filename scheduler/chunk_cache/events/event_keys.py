@@ -1,8 +1,8 @@
 """EventKeys: 64-bit numbers that stand for chunks, tenants and variants outside of the process.
 
-Verbs: `chunk`, `partition`, `variant`. Promise: who does not know the salt cannot tell from a number whether it is that
-of a text, a tenant or a variant, nor whether two chunks of different tenants have one text; equal salts give equal
-numbers, in every replica and at every start. They are signed, as the hashes of blocks in SGLang's KV events.
+Verbs: `chunk`, `partition`, `variant`. Promises: without the salt nobody can tell whether a number stands for a given
+text, tenant or variant, nor whether two chunks of different tenants have the same text; equal salts give equal numbers,
+in every replica and at every start. The numbers are signed, like the hashes of blocks in SGLang's KV events.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ class EventKeys:
     """See the head of this file.
 
     Args:
-        salt: of those who may ask.
+        salt: the secret of those who may ask.
     """
 
     def __init__(self, salt: str) -> None:

@@ -1,11 +1,12 @@
 """EventLog: what one replica tells others of the variants that it holds, tier by tier.
 
-    observer   what the index, or the ledger of a tier, tells its changes to
-    take       what is to be told now
-    drop       it cannot be told now
+    observer   gives the index, or the ledger of a tier, the object that it tells its changes to
+    take       gives the events to publish now
+    drop       notes that they cannot be published now
 
-Who listens keeps the last `buffer_len` batches, or asks for them. So that these are enough to know all, however long
-the replica has run, each batch tells some of what is held again, the longest untold first. No clock and no set order.
+A listener keeps the last `buffer_len` batches, or asks for them. Each batch tells some of what is held again, the
+longest untold first, so that these batches are enough to know all that is held, however long the replica has run.
+Nothing depends on a clock or on the order of a set.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ KINDS = ("stored", "removed", "cleared", "told_again")
 """Kinds of events; `told_again` is `stored` for what was told before."""
 
 MAX_TOLD_AGAIN = 256
-"""Variants that a batch tells again, at most; they take the scheduler half a millisecond."""
+"""Most variants that a batch tells again; they take the scheduler half a millisecond."""
 
 _MAX_TIERS = 8
 
@@ -40,7 +41,7 @@ class Event:
     kind: str
     """One of `KINDS`."""
     tier: str | None
-    """None, of `cleared`: all tiers."""
+    """None = all tiers, with `cleared`."""
     chunk: int = 0
     partition: int = 0
     variant: int = 0
@@ -59,20 +60,20 @@ class EventLog:
         self._keys = keys
         self._buffer_len = buffer_len
         self._held: dict[int, bytes] = {}  # by variant * _MAX_TIERS + number of the tier
-        self._turns: deque[int] = deque()  # all of these, the longest untold first; some twice, some that are gone
+        self._turns: deque[int] = deque()  # keys of `_held`, the longest untold first; some twice, some that are gone
         self._tiers: list[str] = []
-        self._changes: list[Event] = [Event("cleared", None)]  # whoever listened to the process before this one
-        self._num_dropped = 0  # variants that are to be told again for it
+        self._changes: list[Event] = [Event("cleared", None)]  # for listeners to the process before this one
+        self._num_dropped = 0  # variants still to be told again after a `drop`
 
     def __len__(self) -> int:
-        """Variants that are held, in each tier counted."""
+        """Number of variants that are held, once for each tier."""
         return len(self._held)
 
     def observer(self, tier: str, num_tokens: Callable[[int], int] = int) -> Observer:
         """The observer of one tier, which writes its events into this log.
 
         Args:
-            num_tokens: tokens of one of its sizes.
+            num_tokens: converts a size of this tier into tokens.
         """
         if tier not in self._tiers:
             self._tiers.append(tier)
@@ -85,7 +86,7 @@ class EventLog:
         return bool(self._changes or self._num_dropped)
 
     def take(self) -> list[Event]:
-        """What has happened since the last call, then some that is told again; nothing where nothing has happened."""
+        """The events since the last call, then some that are told again; none if nothing has happened."""
         if not self.has_news:
             return []
         events, self._changes = self._changes, []
@@ -103,7 +104,7 @@ class EventLog:
         return events
 
     def drop(self) -> int:
-        """Forgets what was to be told, since no listener would notice that it is missing: all is told anew.
+        """Forgets the events that cannot be published; since no listener would notice the gap, all is told anew.
 
         Returns:
             How many events.

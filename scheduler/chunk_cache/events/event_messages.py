@@ -19,7 +19,7 @@ MEDIA = {POOL: "GPU", **EVENT_MEDIA}
 
 TOPIC = "chunks"
 END_SEQ = b"\xff" * 8
-"""In the place of a sequence number: a replay is over."""
+"""Stands in place of a sequence number when a replay is over."""
 
 
 class BlockStored(msgspec.Struct, tag=True, frozen=True, gc=False):
@@ -35,7 +35,7 @@ class BlockStored(msgspec.Struct, tag=True, frozen=True, gc=False):
     variant: int
     parent_block_hash: None
     token_ids: list[int]
-    """None at all."""
+    """Always empty."""
     lora_id: None
 
 
@@ -57,14 +57,14 @@ class AllBlocksCleared(msgspec.Struct, tag=True, frozen=True, gc=False):
 
 
 class Batch(msgspec.Struct, array_like=True, gc=False):
-    """What has changed since the last one."""
+    """What has changed since the last batch."""
 
     ts: float
     """Seconds since 1970."""
     events: list[BlockStored | BlockRemoved | AllBlocksCleared]
     attn_dp_rank: int | None
     instance: str
-    """Another at every start of a server."""
+    """Different at every start of a server."""
 
 
 def message_of(event: Event) -> BlockStored | BlockRemoved | AllBlocksCleared:
@@ -81,9 +81,9 @@ _BATCH = msgspec.msgpack.Decoder(Batch)
 
 
 def read_batch(payload: bytes) -> Batch:
-    """A payload.
+    """Reads a payload.
 
     Raises:
-        msgspec.DecodeError: it is none of ours.
+        msgspec.DecodeError: it is no batch of ours.
     """
     return _BATCH.decode(payload)

@@ -1,12 +1,13 @@
-"""TargetController: how chunks are reused by requests that do not say it, so that a target holds.
+"""TargetController: method and ratio for requests that name none, so that a target holds.
 
 Verbs: `decide` (a request came), `observe` (a reply was verified), `states` (where each partition stands), `dump` and
 `load` (as JSON values).
 
-Each partition stands on one step of the target. Too many replies above the target move it up at once: two in a row,
-3 of 4, 6 of 32; behind the last step it is served exactly. Down it goes one step, after `PATIENCE` verified replies
-that held the target; from exact after `EXACT_REQUESTS` requests, of which none can be verified. A step that fails when
-it is tried again doubles what the next try takes. Replies of one step say nothing of another.
+Each partition stands on one step of the target. Too many replies above the target move it up a step at once (at
+percentile 95: 2 of the newest 2, 3 of 4, 6 of 32); behind the last step it is served exactly. It moves down a step
+after `PATIENCE` verified replies that held the target, or, if it was served exactly, after `EXACT_REQUESTS` requests,
+since none of these can be verified. A step that fails when it is tried again doubles the wait before the next try.
+Replies of one step say nothing of another.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ PATIENCE = 64
 EXACT_REQUESTS = 256
 """Requests that are computed exactly before reuse is tried again."""
 MAX_WAIT = 16
-"""Times as many of either at most, however often it has failed."""
+"""Largest factor on both of these, however often a step has failed."""
 WINDOWS = (2, 4, 8, 16, 32, 64)
 """Numbers of newest replies that are looked at."""
 _SURELY = 0.01
-"""Probability of as many replies above the target in a window where it holds, below which it does not hold."""
+"""Significance level: the target fails in a window whose replies would be less likely than this if it held."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +39,7 @@ class Decision:
     Attributes:
         number: of the step, from 0.
         step: method and ratio; None = exactly.
-        reason: why not the first one, or a lower one.
+        reason: why this step, and no lower one.
     """
 
     number: int
@@ -54,8 +55,8 @@ class _Place:
         step: number of the step; that behind the last is exact.
         newest: whether each of the newest replies of this step was above the target.
         num_seen: verified replies of this step, or requests where it is exact.
-        wait: times as long as usual before less is tried.
-        is_trial: it came from above and has not held the target for long yet.
+        wait: factor on the usual wait before less is tried.
+        is_trial: it moved down to this step, which has not held the target for long yet.
     """
 
     step: int = 0
@@ -66,7 +67,7 @@ class _Place:
     reason: str = "the first step, nothing speaks against it"
 
     def move(self, step: int, reason: str) -> None:
-        # A try that fails lets the next wait longer; where it held, or where traffic has changed, all begins anew.
+        # A failed trial doubles the next wait; if the step had held the target before, the wait is the usual one again.
         if step > self.step:
             self.wait = min(2 * self.wait, MAX_WAIT) if self.is_trial else 1
         self.is_trial = step < self.step
@@ -98,7 +99,7 @@ class TargetController:
         return Decision(place.step, step, place.reason)
 
     def observe(self, partition: str, step: int, kl: float) -> str | None:
-        """A reply that was served at a step has this KL; where the partition moves, a sentence that says why."""
+        """Notes the KL of a reply that was served at `step`; returns why the partition moves, if it does."""
         place = self._places.get(partition)
         if place is None or step != place.step or step == self.num_steps:
             return None  # it has moved since
@@ -141,14 +142,14 @@ class TargetController:
         }
 
     def dump(self) -> dict[str, Any]:
-        """All of it, for `load`."""
+        """Where each partition stands, for `load`."""
         return {partition: asdict(place) for partition, place in sorted(self._places.items())}
 
     def load(self, value: Mapping[str, Any]) -> None:
-        """What `dump` gave, of a controller with the same target.
+        """Takes what `dump` gave, of a controller with the same target.
 
         Raises:
-            ValueError: it did not give this.
+            ValueError: `dump` did not give this.
         """
         for partition, fields in value.items():
             try:
@@ -168,7 +169,7 @@ class TargetController:
 
 
 def failing_window(newest: Sequence[bool], allowed: float) -> tuple[int, int] | None:
-    """The first window that cannot be told by chance: how many were above the target, of how many; None = none."""
+    """The first window that chance does not explain: how many replies were above the target, of how many."""
     for num in WINDOWS:
         if num > len(newest):
             return None

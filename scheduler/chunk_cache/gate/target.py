@@ -24,7 +24,7 @@ _FIRST_RATIO = 0.15
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """How chunks are reused by requests that do not say it."""
+    """How chunks are reused by requests that do not say how."""
 
     method: str
     ratio: float

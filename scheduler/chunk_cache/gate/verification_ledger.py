@@ -1,6 +1,6 @@
 """QualityLedger: how far replies with reused chunks were from exact ones, as histograms.
 
-Verbs: `add` (a verified reply; says so where its kind has drifted), `rows` (what is known), `dump` and `load` (as JSON
+Verbs: `add` (counts a verified reply; says if its kind has drifted), `rows` (what is known), `dump` and `load` (as JSON
 values).
 
 A kind of reply is its method, its partition and its band of ratios. The ledger belongs to one model.
@@ -40,9 +40,10 @@ class Measure:
 
     Attributes:
         kl: KL(exact || fused) of the first token, over the whole vocabulary, in nats.
-        agreement: share of the tokens sent that an exact prefill finds likeliest behind the same tokens; None where
+        agreement: share of the sent tokens that are the likeliest ones by an exact prefill of the same tokens; None if
             none was sent.
-        nats_lost: by how much they are less likely to it than its own likeliest ones, nats a token; None likewise.
+        nats_lost: how much less likely the sent tokens are by the exact prefill than its likeliest ones, nats per
+            token; None as above.
     """
 
     kl: float
@@ -80,7 +81,7 @@ class Histogram:
         self.total += other.total
 
     def quantile(self, share: float) -> float | None:
-        """Upper edge of the bucket that it lies in, infinite for the last; None where too little is known."""
+        """Upper edge of the bucket of a quantile, infinite for the last; None with fewer than `MIN_COUNT` values."""
         count = self.count
         if count < MIN_COUNT:
             return None
@@ -92,7 +93,7 @@ class Histogram:
         raise AssertionError("the counts add up to their sum")
 
     def distance(self, other: Histogram) -> float:
-        """The largest difference of the two distribution functions, times what makes it comparable for all sizes."""
+        """Kolmogorov-Smirnov statistic: largest difference of the distribution functions, scaled by the sizes."""
         mine, theirs, n, m, largest = 0, 0, self.count, other.count, 0.0
         for a, b in zip(self.counts, other.counts, strict=True):
             mine, theirs = mine + a, theirs + b
@@ -115,7 +116,7 @@ class _Row:
 
     Attributes:
         histograms: of all replies, by measure.
-        before, newest: of KL, up to the newest window and in it.
+        before, newest: KL of the replies before the newest window, and in it.
     """
 
     histograms: dict[str, Histogram]
@@ -137,14 +138,14 @@ class QualityLedger:
         self._partitions: set[str] = set()
 
     def partition_name(self, partition: Partition) -> str:
-        """See `chunk_cache.keys`; `OTHERS` where there are too many."""
+        """`Partition.name`; `OTHERS` if there are too many partitions."""
         name = partition.name
         if name not in self._partitions and len(self._partitions) < MAX_PARTITIONS:
             self._partitions.add(name)
         return name if name in self._partitions else OTHERS
 
     def add(self, kind: Kind, measure: Measure) -> str | None:
-        """Counts one reply; a sentence where KL of its kind is not what it was."""
+        """Counts one reply; returns a sentence if the KL of its kind has drifted."""
         row = self._rows.get(kind)
         if row is None:
             row = self._rows[kind] = _Row({name: Histogram(edges) for name, edges in MEASURES.items()})
@@ -181,17 +182,17 @@ class QualityLedger:
         return found
 
     def dump(self) -> list[Any]:
-        """All of it, for `load`."""
+        """Everything that is known, for `load`."""
         return [
             [kind.method, kind.partition, kind.band, [_dumped(h) for h in (*row.histograms.values(), row.before)]]
             for kind, row in sorted(self._rows.items())
         ]
 
     def load(self, value: Iterable[Any]) -> None:
-        """What `dump` gave.
+        """Takes what `dump` gave.
 
         Raises:
-            ValueError: it did not give this.
+            ValueError: `dump` did not give this.
         """
         for method, partition, band, histograms in value:
             if len(histograms) != len(MEASURES) + 1:

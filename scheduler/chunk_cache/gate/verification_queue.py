@@ -20,7 +20,7 @@ from chunk_cache.keys import Partition
 MAX_WAITING = 32
 """Replies that wait to be verified; each keeps its prompt and one row of the vocabulary."""
 MAX_TRIES = 4
-"""Verifications of one reply that may be given up for requests that came."""
+"""Verifications of one reply that are given up, because requests came, before it is dropped."""
 
 DROPPED = {
     "aborted": "The request was aborted, or ended by an error.",
@@ -39,12 +39,12 @@ class Candidate:
     """A fused request that is to be verified.
 
     Attributes:
-        rid: its name.
+        rid: its request id.
         prompt: its token ids.
-        step: of the controller's, that it was served at; None = the client or nobody chose.
-        first_logits: `[vocab_size]` of its first token, before anything was sampled; the executor's.
+        step: step of the controller that it was served at; None = the controller did not choose.
+        first_logits: `[vocab_size]`, logits of the first token of its answer, before sampling; set by the executor.
         answer: the tokens that were sent.
-        num_free: slots of the KV pool that were free when they were too few for it.
+        num_free: free slots of the KV pool when they were too few for it; -1 = they never were.
         drop_reason: why it cannot be verified although it is still in flight.
     """
 
@@ -80,7 +80,7 @@ class VerificationQueue:
         self._waiting: deque[Candidate] = deque()
 
     def __len__(self) -> int:
-        """How many wait."""
+        """Number of candidates that wait."""
         return len(self._waiting)
 
     def choose(
@@ -88,7 +88,7 @@ class VerificationQueue:
     ) -> Candidate | None:
         """The request as one to verify; None where it is not chosen.
 
-        By a hash of its number: every n-th would always be the same client's where clients take turns.
+        A hash of its number decides: every n-th request would always be of the same client if clients take turns.
         """
         self._num_seen += 1
         digest = hashlib.blake2b(self._num_seen.to_bytes(8, "little"), digest_size=8).digest()
@@ -100,7 +100,7 @@ class VerificationQueue:
         return candidate
 
     def finish(self, candidate: Candidate, answer: array[int]) -> str | None:
-        """It waits from now on; where too many do, the oldest does no longer.
+        """Makes a candidate wait for its verification; if too many wait, drops the oldest.
 
         Returns:
             Why one was dropped, if one was.
@@ -118,17 +118,17 @@ class VerificationQueue:
         return reason
 
     def drop(self, candidate: Candidate, reason: str) -> None:
-        """It is in flight, or was taken, and cannot be verified."""
+        """Drops a candidate that is in flight, or was taken, and cannot be verified."""
         assert reason in DROPPED, f"unknown reason {reason!r}"
         del self._in_flight[candidate.number]
         self.num_dropped[reason] += 1
 
     def next(self, num_free: int) -> Candidate | None:
-        """The oldest for which there may be room in so many free slots."""
+        """The oldest waiting candidate for which `num_free` slots may be enough."""
         return next((one for one in self._waiting if one.num_free < num_free), None)
 
     def take(self, num_free: int) -> Candidate | None:
-        """`next`, which is in flight again."""
+        """Takes `next`, which is in flight again."""
         candidate = self.next(num_free)
         if candidate is not None:
             self._waiting.remove(candidate)
@@ -142,7 +142,7 @@ class VerificationQueue:
         self._waiting.appendleft(candidate)
 
     def put_back(self, candidate: Candidate) -> str | None:
-        """Its verification was given up; it waits behind the others, or is dropped after too many tries.
+        """Puts a candidate back whose verification was given up, behind the others; drops it after too many tries.
 
         Returns:
             Why it was dropped, if it was.
@@ -157,12 +157,12 @@ class VerificationQueue:
         return None
 
     def complete(self, candidate: Candidate) -> None:
-        """It was verified."""
+        """Notes that a candidate was verified."""
         del self._in_flight[candidate.number]
         self.num_verified += 1
 
     def drop_all(self, reason: str) -> None:
-        """Those that wait are dropped, and those in flight when they end."""
+        """Drops the candidates that wait, and those in flight when they end."""
         self.num_dropped[reason] += len(self._waiting)
         self._waiting.clear()
         for candidate in self._in_flight.values():

@@ -1,1 +1,1 @@
-"""Which variants of chunks are stored, how well one fits a prompt, and which goes first."""
+"""Which variants of chunks are stored, how well one fits a prompt, and which is evicted first."""

@@ -1,17 +1,18 @@
 """The chunk index: which variants of which chunks exist, and where.
 
-    add           remember a variant; the same KV is never remembered twice
-    lookup        the best variant of a chunk that is still stored; forgets those that are gone
-    touch         a variant was used
-    move          a variant got another home
-    describe      the statistics of a variant have come
-    sweep         forget some of what is gone, so that what the store has evicted takes no place here
-    discard, clear   forget
+    add           remembers a variant; the same KV is never remembered twice
+    lookup        finds the best variant of a chunk that is still stored; forgets those that are gone
+    touch         counts a use of a variant
+    move          gives a variant another home
+    describe      adds the statistics of a variant
+    sweep         forgets some variants that the store has evicted
+    discard, clear   forget one variant, or all
 
-The index stores no KV and protects nothing from eviction: the radix tree does both. It has bounds of its own (variants,
-variants per chunk, remembered path tokens) and its own order (`victims`), by a logical clock. No wall clock
-and no set order, so equal calls give equal results on every rank. Every operation is O(variants per chunk x their
-contexts), amortised over what it forgets; O(log variants) more where victims are ordered by reuse frequency.
+The index stores no KV and protects nothing from eviction: the radix tree does both. It has its own bounds (variants,
+variants per chunk, remembered path tokens) and its own eviction order (`victims`), by a logical clock. No result
+depends on a wall clock or on the order of a set, so equal calls give equal results on every rank. Every operation is
+O(variants per chunk x their contexts), amortised over what it forgets; O(log variants) more where victims are ordered
+by reuse frequency.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from chunk_cache.index.variant_table import VariantTable
 from chunk_cache.index.victims import AGEING, victim_order
 
 TOKENS_PER_LOOK = 128
-"""Evicted tokens for which a sweep looks at one variant more; a chunk usually has more tokens."""
+"""A sweep looks at one more variant for so many evicted tokens; a chunk usually has more tokens."""
 
 
 class ChunkIndex:
@@ -49,10 +50,10 @@ class ChunkIndex:
 
     Args:
         max_variants: of all chunks together: Cache-Craft's N x M instances.
-        max_variants_per_chunk: of one chunk. A variant never takes the place of one of lower generation.
+        max_variants_per_chunk: of one chunk. Above it, no variant evicts one of a better rank (`Rank`).
         max_path_tokens: tokens of remembered paths (8 bytes each); the least recently used path goes first.
-        eviction: which variant goes first, one of `victims.EVICTIONS`.
-        ageing: by how much the age grows when the store has been turned over once.
+        eviction: the eviction order, one of `victims.EVICTIONS`.
+        ageing: by how much the age grows when the store has evicted as many tokens as it holds (a turnover).
         partition_share: of variants and path tokens that one partition may have.
     """
 
@@ -75,19 +76,19 @@ class ChunkIndex:
         self._ageing = ageing
         self._next_id = 0
         self.version = 0
-        """Changes whenever a lookup may find something better or worse; by a use it only finds another as good."""
+        """Changes whenever a lookup may find something better or worse; a mere use does not change it."""
         self.observer: Observer | None = None
-        """Told what comes and goes; sizes are tokens."""
+        """Told which variants come and go; sizes are tokens."""
 
     def __len__(self) -> int:
         return len(self._table.order)
 
     def __iter__(self) -> Iterator[Variant]:
-        """All variants, in the order in which they go."""
+        """All variants, in eviction order."""
         return iter(self._table.order)
 
     def victims(self, above: Sequence[bytes]) -> Iterator[Variant]:
-        """All variants in the order in which they go, those of the partitions `above` before all others."""
+        """All variants in eviction order, those of the partitions `above` before all others."""
         for owner in above:
             yield from self.quota.order_of(owner)
         for variant in self:
@@ -108,7 +109,7 @@ class ChunkIndex:
 
     @property
     def num_derived_tokens(self) -> int:
-        """Tokens of variants that came from approximate ones; prepared variants do not count."""
+        """Tokens of derived variants; prepared ones do not count."""
         return self._table.num_derived_tokens
 
     @property
@@ -120,7 +121,7 @@ class ChunkIndex:
         return self._table.order.get(variant_id)
 
     def has(self, key: bytes) -> bool:
-        """Whether a variant of a chunk is remembered; that it is still in the store is not looked at."""
+        """Whether a variant of a chunk is remembered; does not check that it is still stored."""
         return key in self._table.by_key
 
     def variants_of(self, key: bytes) -> list[Variant]:
@@ -128,7 +129,7 @@ class ChunkIndex:
         return list(self._table.by_key.get(key, ()))
 
     def prepared(self, key: bytes, system: bytes, context: tuple[bytes, ...]) -> Variant | None:
-        """The prepared variant of a chunk, where it was computed behind these."""
+        """The prepared variant of a chunk that was computed behind this system prompt and context."""
         peers = self._table.by_key.get(key, ())
         return next((peer for peer in peers if peer.is_prepared and behind(peer) == (system, context)), None)
 
@@ -142,10 +143,10 @@ class ChunkIndex:
         system: bytes = b"",
         is_prepared: bool = False,
     ) -> bool:
-        """Whether `add` would take a home for this KV, so that nobody inserts a node the index then refuses."""
+        """Whether `add` would take a home for this KV; ask before inserting a node."""
         peers = self._table.by_key.get(key, ())
         if is_prepared and any(peer.is_prepared and peer.system == system for peer in peers):
-            return True  # in the place of that one
+            return True  # it replaces that one
         place, is_derived = (system, context), generation and not is_prepared
         if is_derived and any(peer.is_exact and not peer.is_prepared and behind(peer) == place for peer in peers):
             return False
@@ -174,23 +175,23 @@ class ChunkIndex:
         prompt_keys: tuple[bytes, ...] | None = None,
         is_prepared: bool = False,
     ) -> Variant | None:
-        """Remember a variant.
+        """Remembers a variant.
 
-        A KV of the same system prompt, context and start is represented once: it is refreshed and moves to the new
-        home, which was stored a moment ago while the old one may be gone. Of different generations the lower one
-        stays. A derived variant is refused where an exact one of the same context exists, and goes when one arrives. A
-        prepared one stands beside these, one per system prompt: it goes when another arrives.
+        KV of the same system prompt, context and start is represented once. If it is there already, its variant moves
+        to the new home, which was stored a moment ago while the old one may be gone; of two generations the lower one
+        stays. A derived variant is refused if an exact one of the same context exists, and is removed when one arrives.
+        A prepared variant stands beside these, one per system prompt: a new one replaces it.
 
         Args:
-            context: keys of the chunks in front of it, in order.
+            context: keys of the pieces (`ChunkPrompt`) in front of it, in order.
             system: marks of the system prompt in front of these.
             is_prepared: it was computed ahead of time, for any prompt.
-            prompt_keys: keys of all chunks of the prompt, which begin with `context`; given to each variant of the
-                prompt, it saves each a context of its own.
+            prompt_keys: keys of all pieces of the prompt, which begin with `context`; all variants of the prompt share
+                this tuple, so that none needs a context of its own.
 
         Returns:
-            The variant that now lives in `home`, or None when `home` was not taken: a better variant stands for this
-            KV, the chunk's bound holds only better ones, or the path alone exceeds its bound.
+            The variant that now lives in `home`, or None if `home` was refused: a better variant of this KV exists, the
+            chunk has as many variants as it may and all are better, or the path alone exceeds its bound.
         """
         check_home(home, length, start, generation)
         fits = not isinstance(home, PathHome) or self.takes_path(len(home.path))
@@ -242,16 +243,16 @@ class ChunkIndex:
         return max((resolve(peer) for peer in self._table.by_key.get(key, ()) if need.fits(peer)), default=0)
 
     def lookup(self, key: bytes, resolve: Resolve, need: Need | None = None) -> Lookup:
-        """The best variant of a chunk: fewest tokens to compute, then lowest generation, most recently used.
+        """Finds the best variant of a chunk: fewest tokens to compute, then lowest generation, then most recent use.
 
-        Of a variant of n tokens, c of them stored, these are n - c and CFO x c (at alpha 1) of the others. Beside a
-        prepared variant other derived ones are passed over.
+        If c of its n tokens are stored, a variant leaves n - c + CFO x c tokens to compute (CFO at alpha 1). If one
+        variant is prepared, other derived ones are passed over.
 
-        Variants that `resolve` finds gone are forgotten. The use is not counted: call `touch` when it is used.
+        Forgets variants that `resolve` finds gone. Counts no use: call `touch` when the variant is used.
 
         Args:
-            need: variants with an obstacle are passed over; whether the best costs too much is the plan's to say.
-                None = none are, and CFO is not looked at.
+            need: variants with an obstacle are passed over, those that cost too much are not: the plan decides about
+                these. None = none are passed over, and CFO is ignored.
         """
         self.counters.num_lookups += 1
         found = self.best(key, resolve, need)
@@ -263,7 +264,7 @@ class ChunkIndex:
         return found
 
     def best(self, key: bytes, resolve: Resolve, need: Need | None = None) -> Lookup:
-        """The variant that `lookup` would find; nothing is counted."""
+        """Like `lookup`, but counts nothing."""
         peers = self._table.by_key.get(key)
         return NOTHING[self.why_gone(key)] if peers is None else best_of(peers, resolve, need, self._forget_gone)
 
@@ -272,10 +273,10 @@ class ChunkIndex:
         return self._table.gone_keys.get(key, "not_stored")
 
     def sweep(self, resolve: Resolve, num_evicted: int) -> int:
-        """Forgets variants that the store has evicted, after it has evicted so many tokens; how many these were.
+        """Forgets some variants that the store has evicted, and returns how many; call it after evictions.
 
-        It looks at some variants, each in its turn, in proportion to what was evicted. That keeps the share of those
-        that are gone small at a cost that does not depend on how many there are.
+        It looks at variants in turn, as many as `num_evicted` tokens ask for. That keeps the share of those that are
+        gone small, at a cost that does not depend on the size of the index.
         """
         num_gone = 0
         for variant in self._table.gone(resolve, 1 + num_evicted // TOKENS_PER_LOOK):
@@ -296,19 +297,19 @@ class ChunkIndex:
 
     @property
     def age(self) -> float:
-        """What a newcomer is worth; 0 with eviction lru."""
+        """Worth of a new variant; 0 with eviction lru."""
         return self._table.order.age
 
     def advance_age(self, turnovers: float) -> None:
-        """The store has evicted `turnovers` times what it holds; what was not used meanwhile is worth less for it."""
+        """Notes that the store has evicted `turnovers` times what it holds; later uses are worth more."""
         self._table.order.advance_age(self._ageing * turnovers)
 
     def worth(self, variant: Variant) -> float:
-        """Reuse frequency of a variant of this index, aged; 0 with eviction lru."""
+        """Aged reuse frequency of a variant of this index; 0 with eviction lru."""
         return self._table.order.worth(variant)
 
     def popular_len(self, path: PathTokens, min_uses: int) -> int:
-        """Tokens of the variants in a path that were used so often."""
+        """Tokens of the variants in a path that were used at least `min_uses` times."""
         return sum(v.length for v in self._table.living_in(path) if v.num_uses >= min_uses)
 
     def move(self, variant: Variant, home: Home) -> None:
@@ -321,11 +322,11 @@ class ChunkIndex:
         assert holder.partition == variant.holder.partition, f"{variant} moves to another partition"
         self.version += 1
         self._table.move(variant, holder, path_start_of(home))
-        # after entering: the new path is then the most recently used and fits, so it is never the one that goes
+        # last: by now the new path is the most recently used one and fits, so it is never the one that goes
         self._shrink_paths(0, holder.partition.key)
 
     def describe(self, variant_id: int, statistics: ChunkStatistics) -> Variant | None:
-        """What was taken when a variant was computed, or computed anew; None when it is not there any more."""
+        """Adds the statistics of a variant that was computed, or computed anew; None if it is not there any more."""
         variant = self.get(variant_id)
         if variant is not None:
             variant.statistics = statistics.filled_from(variant.statistics)
@@ -383,7 +384,7 @@ class ChunkIndex:
             assert 0 <= covered_len <= v.length, f"{covered_len} tokens stored of {v}"
 
     def takes_path(self, length: int) -> bool:
-        """Whether a path of so many tokens fits, alone."""
+        """Whether a path of `length` tokens is within the bounds by itself."""
         return length <= min(self.max_path_tokens, self.quota.path_tokens.most)
 
     def _make_room(self, key: bytes, rank: Rank, home: Home) -> None:
@@ -418,13 +419,13 @@ class ChunkIndex:
             self.observer.removed(variant.key, variant.name)
 
     def _forget_gone(self, variant: Variant) -> None:
-        """The store has evicted it."""
+        """Removes a variant that the store has evicted."""
         self._remove(variant)
         self.counters.num_gone += 1
         self._table.note_gone(variant.key, "evicted")
 
     def _remove_for_share(self, variant: Variant) -> None:
-        """Its partition has its share; nobody else's variants age by it."""
+        """Removes a variant because its partition has its share; this does not age the variants of others."""
         self._remove(variant)
         self.counters.num_dropped_share += 1
         self._table.note_gone(variant.key, "partition_share")

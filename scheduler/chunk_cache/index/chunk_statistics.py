@@ -1,11 +1,12 @@
 """ChunkStatistics: what the attention did with a chunk's tokens when its KV was computed.
 
-Taken once, stored with the variant, ranked by (`chunk_cache.methods.ranked`) and weighed against a new context
-(`index.reusability`). All are softmax masses averaged over the heads and the layers that the server samples:
+They are taken once and stored with the variant. Methods rank tokens by them (`chunk_cache.methods.ranked`), and they
+are weighed against a new context (`index.reusability`). All are softmax masses averaged over the heads and the layers
+that the server samples:
 
     outside    per token, on what stands in front of its chunk: sum_j mass(t -> C_j) over the chunks before it, or
                mass(t -> S) where there were none (Cache-Craft section 3.2; S, the system prompt, is no context chunk)
-    received   per token, from the tokens of its chunk behind it (H2O section 4; itself not counted)
+    received   per token, from later tokens of its chunk (H2O section 4; not from itself)
     inter      per context chunk j, summed over the tokens: inter(C_j, C_i) (Cache-Craft eq. 3)
     intra      of all tokens on earlier tokens of their own chunk, without the diagonal (eq. 4); only CCI is kept of it
     system     per piece of S (`chunk_cache.index.system_prompt`), the mean over the tokens: a share of their attention
@@ -22,7 +23,7 @@ import numpy.typing as npt
 from chunk_cache.index.reusability import context_impact
 
 STATISTICS = ("outside", "received")
-"""Those that tokens can be ranked by."""
+"""Statistics that tokens can be ranked by."""
 
 Values: TypeAlias = npt.NDArray[np.float32]
 
@@ -30,7 +31,7 @@ _NONE: Values = np.empty(0, dtype=np.float32)
 
 
 class ChunkStatistics:
-    """What is stored with a variant, in one array, read-only: 8 bytes per token, 4 per context chunk and piece of S.
+    """The statistics of a variant, in one read-only array: 8 bytes per token, 4 per context chunk and piece of S.
 
     Args:
         outside, received: `[chunk length]` float32; NaN where a token's KV was not computed but found.
@@ -80,7 +81,7 @@ class ChunkStatistics:
         return tail, tail.pop()
 
     def tobytes(self) -> bytes:
-        """Equal where all numbers are, bit for bit."""
+        """Bytes that are equal where all numbers are, bit for bit."""
         sizes = (self._num_context, self._num_system)
         return b"".join(size.to_bytes(4, "little") for size in sizes) + self._values.tobytes()
 
@@ -100,8 +101,8 @@ class ChunkStatistics:
     ) -> ChunkStatistics:
         """The statistics of a chunk behind chunks of `context_lens` tokens, with its context impact.
 
-        `inter`, `intra` and `system` are sums over the tokens that were computed. Where those are a part of the chunk,
-        the others are taken to be like them.
+        `inter`, `intra` and `system` are sums over the tokens that were computed. If these are only a part of the
+        chunk, the others are assumed to be like them.
         """
         num_computed = int((~np.isnan(outside)).sum())
         assert num_computed, "statistics of a chunk of which nothing was computed"
@@ -111,9 +112,10 @@ class ChunkStatistics:
         return cls(outside, received, inter, cci, system / np.float32(num_computed))
 
     def behind(self, num_context: int, num_pieces: int) -> ChunkStatistics:
-        """These of KV that was fixed behind so many other chunks, and a system prompt of so many pieces.
+        """The same for KV that was fixed behind `num_context` other pieces and a system prompt of `num_pieces` pieces.
 
-        What it gave to each chunk is not known; to the system prompt it gave what it gave to its own, piece by piece.
+        Its attention to each of the former is unknown (0); that to its own system prompt counts for the new one, piece
+        by piece.
         """
         inter, system = np.zeros(num_context, np.float32), np.zeros(num_pieces, np.float32)
         common = min(num_pieces, self._num_system)
@@ -125,7 +127,7 @@ class ChunkStatistics:
     def filled_from(self, other: ChunkStatistics | None) -> ChunkStatistics:
         """These numbers, and those of `other` for tokens that have none here (their KV was found, not computed).
 
-        `inter`, `cci` and `system` are one number for many tokens: those of whichever saw more tokens stay.
+        `inter`, `cci` and `system` are numbers for many tokens at once: those taken over more tokens stay.
         """
         if other is None or not np.isnan(self.outside).any():
             return self

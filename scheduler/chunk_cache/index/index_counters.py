@@ -11,15 +11,15 @@ class IndexCounters:
 
     num_added: int = 0
     num_refreshed: int = 0
-    """Already represented: nothing was added, at most its home moved."""
+    """Variants that were there already: nothing was added, at most their home moved."""
     num_refused: int = 0
     num_superseded: int = 0
-    """Derived variants replaced by a better one of the same context."""
+    """Derived variants replaced by a better one of the same context, and prepared ones by another."""
     num_dropped_per_chunk: int = 0
     num_dropped_variants: int = 0
     num_dropped_paths: int = 0
     num_dropped_share: int = 0
-    """Variants that went because their partition held its share (`partition_share`)."""
+    """Variants removed because their partition had its share (`partition_share`)."""
     num_gone: int = 0
     """Variants that a lookup or a sweep found no longer stored."""
     num_discarded: int = 0

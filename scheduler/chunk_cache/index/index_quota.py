@@ -1,12 +1,12 @@
-"""IndexQuota: what each partition has in the index, and which of it goes first.
+"""IndexQuota: what each partition has in the index, and which of it is evicted first.
 
-    add, touch, remove   a variant came, was used, went
-    hold, release        a path has it, or not any more
-    first, order_of, oldest_path   the victims of one partition
-    largest              for statistics
+    add, touch, remove   note that a variant came, was used, went
+    hold, release        note that a variant lies in a path, or not any more
+    first, order_of, oldest_path   name the victims of one partition
+    largest              names the largest partitions, for statistics
 
-Without a quota only sums are kept. With one, each partition has the index's order of victims once more, of its own
-variants, and its own paths; the index removes what these name.
+Without a quota only sums are kept. With one, each partition also has a victim order and a path ledger for its own
+variants; the index removes the victims that these name.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from chunk_cache.index.victims import VictimOrder
 
 @dataclass(slots=True)
 class _Own:
-    """The variants of one partition."""
+    """The variants and paths of one partition."""
 
     order: VictimOrder
     paths: PathLedger = field(default_factory=PathLedger)
@@ -35,7 +35,7 @@ class IndexQuota:
     Args:
         max_variants, max_path_tokens: of the index.
         share: of these that one partition may have; 1 = there is no quota.
-        new_order: an order of victims like the index's.
+        new_order: makes a victim order like the index's.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class IndexQuota:
                 own.paths.touch(variant.holder)
 
     def remove(self, variant: Variant) -> None:
-        """It has left its home before."""
+        """Removes a variant that has already left its home."""
         owner = variant.holder.partition.key
         self.variants.remove(owner, 1)
         if self.variants.is_limited:
@@ -86,11 +86,11 @@ class IndexQuota:
             self._own[owner].paths.release(path, variant_id)
 
     def first(self, owner: bytes) -> Variant:
-        """The variant of a partition that goes first."""
+        """The first victim of a partition."""
         return self._own[owner].order.first()
 
     def order_of(self, owner: bytes) -> Iterable[Variant]:
-        """A partition's variants, in the order in which they go."""
+        """A partition's variants, in eviction order."""
         own = self._own.get(owner)
         return () if own is None else own.order
 
@@ -108,7 +108,7 @@ class IndexQuota:
         self._own.clear()
 
     def check_integrity(self, variants: Iterable[Variant], clock: int) -> None:
-        """Compares with the variants of the index, in the order in which they go.
+        """Compares with the variants of the index, in eviction order.
 
         Raises:
             AssertionError: a sum or an order is wrong, or a partition is above its share.

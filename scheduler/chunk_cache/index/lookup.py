@@ -1,4 +1,4 @@
-"""Lookup: what is stored of one chunk for a prompt, and which of its variants that is."""
+"""Lookup: which stored variant of a chunk a prompt may use, and how much of it is stored."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class Lookup:
     unit_cfo: float | None = None
     """`Need.unit_cfo` of the variant, in [0, 2]; None where it was not asked for."""
     other_system: float | None = None
-    """The share of it that another system prompt costs; None where that is the same, or CFO was not asked for."""
+    """The part of `unit_cfo` that comes from a different system prompt; None if it is the same, or not asked for."""
 
     @property
     def share_to_compute(self) -> float:
-        """Tokens that are not stored, and `unit_cfo` of the others, as a share of the chunk; 1 without a variant."""
+        """Share of the chunk to compute: tokens not stored, and `unit_cfo` of the others; 1 without a variant."""
         if self.variant is None:
             return 1.0
         return 1.0 - (1.0 - (self.unit_cfo or 0.0)) * self.covered_len / self.variant.length

@@ -2,12 +2,12 @@
 
     Need.obstacle, fits, unit_cfo   of a variant, in the pool or below it
     Need.sort_out                   which of several may be used, and what hinders the others
-    system_charge                   what of the CFO another system prompt costs
+    system_charge                   the part of the CFO that comes from a different system prompt
 
-To what the context costs (`reusability`), the share of its attention that lay on what is another system
-prompt now is added. Of a variant without statistics nothing is known but what stood in front of it: CCI is 1, its
-context chunks count alike, and all of it owes to its system prompt. A prepared one is meant for any context: it costs
-`PREPARED_CFO`, whatever stands in front.
+The CFO of a variant is what its context costs (`reusability`), plus the share of its attention that lay on the part of
+its system prompt that differs now. For a variant without statistics the worst is assumed: CCI is 1, its context chunks
+count alike, and all its attention lay on the system prompt. A prepared variant is meant for any context, which
+costs `PREPARED_CFO` whatever it is.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from chunk_cache.index.system_prompt import share_elsewhere
 from chunk_cache.keys import text_names
 
 OBSTACLES = ("other_system", "untrusted", "generation_limit")
-"""Reasons why a variant is not used, whatever it costs; of those of several variants a reply says the first."""
+"""Reasons why a variant is not used, whatever it costs; if several variants have one, a reply gives the first."""
 PREPARED_CFO = 0.5
-"""At alpha 1: the least that a variant costs behind a context that it was not computed behind."""
+"""At alpha 1: the least that a variant costs if nothing of its context stands in front of it again."""
 
 
 class Described(Protocol):
@@ -49,12 +49,12 @@ _Variant = TypeVar("_Variant", bound=Described)
 
 @dataclass(frozen=True)
 class Need:
-    """See the head of this file; asked for several variants, so what follows from it alone is found once."""
+    """See the head of this file. It is asked about several variants, so what depends on it alone is cached."""
 
     max_generation: int
-    """Variants above it are not used."""
+    """Variants of a higher generation are not used."""
     context: tuple[bytes, ...] = ()
-    """What stands in front of it, as `Variant.context`."""
+    """What stands in front of the chunk, as `Variant.context`."""
     system: bytes = b""
     """Marks of the system prompt in front of these (`chunk_cache.index.system_prompt`)."""
     is_system_fixed: bool = False
@@ -75,14 +75,14 @@ class Need:
         return None
 
     def sort_out(self, variants: Iterable[_Variant]) -> tuple[list[_Variant], str | None]:
-        """Those that may be used, in their order, and the first of `OBSTACLES` that others have."""
+        """The variants that may be used, in their order, and the first of `OBSTACLES` that others have."""
         found = [(one, self.obstacle(one)) for one in variants]
         obstacles = {obstacle for _, obstacle in found}
         allowed = [one for one, obstacle in found if obstacle is None]
         return allowed, next((one for one in OBSTACLES if one in obstacles), None)
 
     def _has_other_text(self, variant: Described) -> bool:
-        """Whether a text between chunks stood in front of it that does not now, such as a turn of a conversation."""
+        """Whether it was computed behind a text between chunks, such as a turn of a chat, that is not there now."""
         return not variant.is_prepared and not text_names(variant.context) <= self._texts
 
     @cached_property
@@ -99,7 +99,7 @@ class Need:
         return self.obstacle(variant) is None and not (is_bounded and self.unit_cfo(variant) > self.max_unit_cfo)
 
     def unit_cfo(self, variant: Described) -> float:
-        """CFO at alpha 1 of a variant that is used here, in [0, 2]: variants are compared before it is clipped."""
+        """CFO at alpha 1 of a variant that is used here, in [0, 2]; not clipped, so that variants can be compared."""
         cfo = self._context_cfo(variant)
         return cfo if variant.system == self.system else cfo + system_charge(variant, self.system)
 
@@ -116,7 +116,7 @@ class Need:
 
 
 def system_charge(variant: Described, system: bytes) -> float:
-    """In [0, 1]; 0 where nothing stood in front of it."""
+    """Part of the CFO, in [0, 1], that comes from a different system prompt; 0 if the variant had none."""
     if not variant.system:
         return 0.0
     statistics = variant.statistics

@@ -19,7 +19,7 @@ class Observer(Protocol):
         """
 
     def removed(self, key: bytes, name: str) -> None:
-        """It is found here no more."""
+        """A variant is not found here any more."""
 
     def cleared(self) -> None:
         """Nothing is found here any more."""

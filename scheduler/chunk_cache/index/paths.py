@@ -1,4 +1,4 @@
-"""Remembered paths: which prompts' tokens are kept, by whom, and in what order they go.
+"""PathLedger: which prompts' tokens are remembered, for which variants, and in what order they are evicted.
 
 `hold` adds a variant to its path, `release` takes it away; a path is forgotten with its last variant. `total_tokens`
 never counts a path twice. The ledger chooses the least recently used path; dropping its variants is the index's work.
@@ -25,7 +25,7 @@ class PathLedger:
         return path in self._holders
 
     def hold(self, path: PathTokens, variant_id: int) -> None:
-        """Let a variant keep the path; the path becomes the most recently used."""
+        """Adds a variant to the path, which becomes the most recently used."""
         holders = self._holders.get(path)
         if holders is None:
             holders = self._holders[path] = {}
@@ -34,7 +34,7 @@ class PathLedger:
         self._holders.move_to_end(path)
 
     def release(self, path: PathTokens, variant_id: int) -> None:
-        """Let a variant go; the last one takes the path along."""
+        """Takes a variant away from the path; the path is forgotten with its last variant."""
         holders = self._holders[path]
         del holders[variant_id]
         if not holders:

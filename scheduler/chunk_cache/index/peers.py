@@ -1,4 +1,4 @@
-"""Peers: the variants of one chunk, which stand beside each other and of which a lookup takes the best.
+"""Peers: the variants of one chunk, of which a lookup takes the best.
 
 The rule of what is best, `beside_prepared` and `order_of`, is the same in the pool and in the tiers below it.
 """
@@ -28,7 +28,7 @@ def find_same(peers: Iterable[Variant], start: int, place: Behind, is_prepared: 
 
 
 def is_superseded(peer: Variant, generation: int, place: Behind, is_prepared: bool, is_same: bool) -> bool:
-    """Whether a variant goes when one of this context arrives."""
+    """Whether an arriving variant replaces `peer`; a prepared one replaces any prepared one of its system prompt."""
     if is_prepared or peer.is_prepared:
         return is_prepared and peer.is_prepared and peer.system == place[0]
     return peer.generation > 0 and behind(peer) == place and (is_same or not generation)
@@ -38,20 +38,20 @@ def order_of(cost: float, generation: int) -> Order:
     """Place of a variant among those of its chunk; the smallest is used.
 
     Args:
-        cost: CFO at alpha 1, and where a variant has to be loaded what that costs.
+        cost: CFO at alpha 1, plus the cost of loading if the variant lies in a tier.
     """
     return cost, generation
 
 
 def beside_prepared(variants: Sequence[V]) -> Sequence[V]:
-    """Those that may be chosen: beside a prepared variant other derived ones are passed over."""
+    """The variants that may be chosen: if one is prepared, other derived ones are passed over."""
     if not any(variant.is_prepared for variant in variants):
         return variants
     return [variant for variant in variants if variant.is_prepared or not variant.generation]
 
 
 def ranked(variants: Iterable[Variant], need: Need | None) -> list[tuple[float | None, Variant]]:
-    """Best first, each with its CFO at alpha 1 where it is needed. Equal ones keep their order."""
+    """Variants, best first, each with its CFO at alpha 1 for `need`; equal ones keep their order."""
     found = []
     for variant in variants:
         cfo = None if need is None else need.unit_cfo(variant)

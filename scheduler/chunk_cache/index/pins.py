@@ -1,7 +1,7 @@
 """Pins: chunks whose KV is kept from eviction for a while, in one scheduler process.
 
-Verbs: `pin` (all of the chunks or none), `unpin`, `expire` (those whose time is over, by the number that names the
-time), `renew` (follow a variant that moved or was replaced; before every eviction), `forget_all` (the tree is gone).
+Verbs: `pin` (all of the chunks or none), `unpin`, `expire` (unpin those whose time is over), `renew` (lock what a
+variant moved to or was replaced by; call before every eviction), `forget_all` (the tree was emptied).
 
 Promises: a pin is a lock of the store, which counts it as protected; no more than `max_tokens` are locked, counting
 what lies in front of a chunk in its path; a lock is released exactly once, or dies with the tree. No clock is read
@@ -18,7 +18,7 @@ from chunk_cache.index.chunk_index import ChunkIndex
 from chunk_cache.index.variant import NodeHome, PathTokens, Variant
 
 MAX_PINNED_SHARE = 0.5
-"""Share of the store's tokens that may be pinned; the rest must do for the requests."""
+"""Share of the store's tokens that may be pinned; the rest is left to requests."""
 
 
 class LockingStore(Protocol):
@@ -28,7 +28,7 @@ class LockingStore(Protocol):
         """Leading tokens of the variant that are still stored; 0 = gone."""
 
     def lock_chunk(self, variant: Variant) -> Any:
-        """Keeps what is stored of a chunk; the lock is the store's own, and names the `node` that it keeps."""
+        """Locks the KV of a variant; the lock is an object of the store, and names the `node` that it keeps."""
 
     def unlock(self, lock: Any) -> None: ...
 
@@ -36,7 +36,7 @@ class LockingStore(Protocol):
         """Tokens that these locks keep, each counted once."""
 
     def is_locked(self, node_id: Any) -> bool:
-        """Whether anybody keeps this node."""
+        """Whether anything locks this node."""
 
 
 @dataclass(slots=True)
@@ -53,8 +53,8 @@ class PinResult:
 
     Attributes:
         pinned: leading tokens that are kept, of each chunk that is stored.
-        num_tokens: tokens of the pool that all pins keep; where the call was refused, that they would keep.
-        is_refused: they are more than the bound, and nothing was pinned.
+        num_tokens: tokens of the pool that all pins keep; if the call was refused, how many they would have kept.
+        is_refused: these would have been more than the bound, so nothing was pinned.
     """
 
     pinned: dict[bytes, int]
@@ -90,7 +90,7 @@ class Pins:
         return pin.until if pin is not None and pin.variant is variant else None
 
     def pin(self, keys: Sequence[bytes], until: float) -> PinResult:
-        """Keeps the best stored variant of each chunk; of two ends the later one counts."""
+        """Pins the best stored variant of each chunk; a chunk that is pinned twice stays until the later time."""
         self.renew()
         best = self._best_of(keys)
         added = [key for key in best if key not in self._pins]
@@ -108,18 +108,18 @@ class Pins:
         return PinResult(pinned, num_tokens, is_refused=False)
 
     def unpin(self, keys: Iterable[bytes] | None = None) -> list[bytes]:
-        """Lets go of these chunks, or of all; returns which of them were pinned."""
+        """Unpins these chunks, or all; returns which of them were pinned."""
         known = [key for key in (list(self._pins) if keys is None else keys) if key in self._pins]
         for key in known:
             self._release(key)
         return known
 
     def expire(self, until: float) -> list[bytes]:
-        """Lets go of the chunks whose end is `until` or earlier; returns them."""
+        """Unpins the chunks that are pinned until `until` or earlier; returns them."""
         return self.unpin([key for key, pin in self._pins.items() if pin.until <= until])
 
     def renew(self) -> None:
-        """Locks follow the variants that moved or were replaced; a chunk that the index has dropped is let go."""
+        """Locks what variants moved to or were replaced by; unpins chunks that the index has dropped."""
         stale = [key for key, pin in self._pins.items() if not self._is_current(pin)]
         if not stale:
             return
@@ -134,7 +134,7 @@ class Pins:
                 self._pins[key] = _Pin(variant, variant.holder, lock, pin.until)
 
     def forget_all(self) -> None:
-        """The tree was emptied, and its locks with it."""
+        """Forgets all pins: the tree was emptied, and its locks with it."""
         self._pins.clear()
 
     def stats(self) -> dict[str, int]:

@@ -1,11 +1,12 @@
 """Shares: what each partition holds of one bounded place, and the most that it may hold.
 
-    add, remove   a partition holds so much more, or less
-    excess        by how much it would be above its share
-    above         the partitions that are; num_to_give, least: how much they give up, and keep
+    add, remove   note that a partition holds more, or less
+    excess        by how much a partition would be above its share
+    above         the partitions above their share; num_to_give, least: how much they give up, and keep
 
-The index counts variants and path tokens so, a tier bytes. Whoever owns the place makes room; a
-partition is named by its `Partition.key`. No order of a set: equal calls give equal results on every rank.
+The index counts its variants and path tokens in this way, a tier its bytes. The owner of the place makes room; a
+partition is named by its `Partition.key`. Nothing depends on the order of a set: equal calls give equal results on
+every rank.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from collections.abc import Mapping
 from chunk_cache.keys import name_of_partition
 
 LOOK_SHARE = 1 / 16
-"""Part of its share that a partition above it gives up at least, since each look may go through all leaves of a tree:
-45 ms for 8,000 of others (SGLang's core in Rust, one core of an AMD EPYC)."""
+"""Least part of its share that a partition above it gives up at a time, since each search may go through all leaves of
+the tree: 45 ms for 8,000 leaves of others (SGLang's core in Rust, one core of an AMD EPYC)."""
 
 NUM_SHOWN = 10
 """Partitions that statistics show, of each place."""
@@ -48,21 +49,21 @@ class Shares:
 
     @property
     def above(self) -> tuple[bytes, ...]:
-        """Those that hold more than their share."""
+        """The partitions that hold more than their share."""
         return tuple(owner for owner, num in self._held.items() if num > self.most)
 
     @property
     def total(self) -> int:
-        """What all hold together."""
+        """What all partitions hold together."""
         return sum(self._held.values())
 
     @property
     def least(self) -> int:
-        """What is left at least to a partition above its share that gives some of it up; of limited shares."""
+        """Least that a partition above its share keeps when it gives some up; only if shares are limited."""
         return int((1 - LOOK_SHARE) * self.most)
 
     def num_to_give(self, num_needed: int) -> int:
-        """What partitions above their share shall give up together where room for so much is needed."""
+        """How much partitions above their share give up together when room for `num_needed` is needed."""
         if not num_needed or not self.above:
             return 0
         return max(num_needed, int(LOOK_SHARE * self.most))
@@ -71,7 +72,7 @@ class Shares:
         return self._held.get(owner, 0)
 
     def excess(self, owner: bytes, num_more: int = 0) -> float:
-        """By how much a partition would be above its share with so much more; not positive where it would not."""
+        """By how much a partition would be above its share with `num_more` more; not positive if it would not be."""
         return self.held(owner) + num_more - self.most
 
     def add(self, owner: bytes, amount: int) -> None:

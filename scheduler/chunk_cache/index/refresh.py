@@ -1,4 +1,4 @@
-"""RefreshQueue: derived variants that are worth computing exactly while nothing else is to do.
+"""RefreshQueue: derived variants that are worth computing exactly while the server is idle.
 
 Verbs: `note` (how a derived variant can be computed exactly), `take` (the most popular one), `clear`.
 
@@ -17,7 +17,7 @@ from chunk_cache.keys import Partition
 from chunk_cache.types import Span
 
 MAX_NOTED = 256
-"""Derived variants whose prompts are kept (8 bytes per token), the newest."""
+"""Most derived variants whose prompts are kept (8 bytes per token); the oldest are dropped."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class RefreshQueue:
         self._origins: OrderedDict[int, Origin] = OrderedDict()
 
     def note(self, variant: Variant, origin: Origin) -> None:
-        """A derived variant was stored."""
+        """Notes how a derived variant, which was stored, can be computed exactly."""
         if self._min_uses:
             self._origins[variant.variant_id] = origin
             self._origins.move_to_end(variant.variant_id)
@@ -50,7 +50,7 @@ class RefreshQueue:
                 self._origins.popitem(last=False)
 
     def take(self) -> Origin | None:
-        """The most popular variant's, which leaves the queue; None where none is popular enough."""
+        """Takes the origin of the most popular variant from the queue; None if none is popular enough."""
         best: Variant | None = None
         for variant_id in list(self._origins):
             variant = self._index.get(variant_id)
@@ -63,5 +63,5 @@ class RefreshQueue:
         return None if best is None else self._origins.pop(best.variant_id)
 
     def clear(self) -> None:
-        """The store was emptied."""
+        """Forgets everything: the store was emptied."""
         self._origins.clear()

@@ -1,8 +1,8 @@
 """Reusability: how far a variant's KV can be trusted behind other chunks (Cache-Craft sections 3.1 and 3.2).
 
     context_impact    CCI   how much the KV owes to what stood in front of it                        eq. 9 to 11
-    prefix_overlap    beta  the share of that which stands in front of it again                      eq. 6
-    order_penalty     gamma how far what is common stands in another order (Kendall's tau distance)  eq. 7
+    prefix_overlap    beta  the share of that whose chunks stand in front of it again                eq. 6
+    order_penalty     gamma how far the common chunks stand in another order (Kendall's tau)         eq. 7
     adjusted_overlap  beta' = beta (1 - gamma)                                                       eq. 8
     fix_overhead      CFO   = alpha CCI (1 - beta'), not clipped yet                                 eq. 12
     share_to_fix            CFO clipped to [0, 1]: the share of its tokens that is recomputed        section 3.2.1
@@ -11,9 +11,9 @@
 `mass` is attention summed over tokens and averaged over heads and layers: `inter[j]` on context chunk j, `intra` on
 earlier tokens of the chunk itself. A context is the chunks in front of a chunk, in order; what another system prompt
 costs is added (`chunk_cache.index.system_prompt`).
-Where the paper leaves a case open, the function says what is done. All are pure. What is asked for every variant at
-every lookup is plain Python: contexts are some ten chunks long, where numpy takes longer, and of long ones `NEAREST`
-are compared.
+Where the paper leaves a case open, the function says what is done. All are pure. Those that every lookup calls for
+every variant are plain Python: contexts have about ten chunks, where numpy takes longer, and of longer ones only the
+last `NEAREST` are compared.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ Mass: TypeAlias = npt.NDArray[np.floating]
 Context: TypeAlias = Sequence[Hashable]
 
 NEAREST = 64
-"""Pieces in front of a chunk that `unit_cfo` compares one by one; those in front of them count as one piece, which is
-there again where the new context begins with them. So a variant in a prompt of a thousand pieces costs a lookup what
-one in a prompt of sixty does.
+"""Pieces right in front of a chunk that `unit_cfo` compares one by one. Earlier ones are common only all together: if
+the new context begins with them. So a lookup takes as long for a variant in a prompt of a thousand pieces as in one of
+sixty.
 """
 
 
 def context_impact(inter: Mass, context_lens: Sequence[int], intra: float, length: int) -> float:
-    """CCI in [0.5, 1]: sigmoid of the mass per pair of tokens outside over that inside (eq. 9 to 11).
+    """CCI in [0.5, 1]: sigmoid of (mass per token pair outside the chunk / mass per token pair inside) (eq. 9 to 11).
 
     0.5 without a context, and where nothing in it is attended to. 1 where the chunk does not attend to itself: a chunk
     of one token has no earlier ones.
@@ -56,7 +56,7 @@ def context_impact(inter: Mass, context_lens: Sequence[int], intra: float, lengt
 
 
 def prefix_overlap(context: Context, inter: Mass, new_context: Context) -> float:
-    """beta in [0, 1]: the share of the outside mass that lies on chunks that are there again (eq. 6).
+    """beta in [0, 1]: the share of the outside mass that lies on chunks of the new context (eq. 6).
 
     Order does not matter. Where the old context is empty, 1 if the new one is too, else 0. Where nothing in the old
     context was attended to, its chunks count alike.
@@ -93,9 +93,9 @@ def unit_cfo(
 ) -> float:
     """CFO at alpha 1, in [0, 1], of KV that was computed behind `context` and is used behind another.
 
-    The same as the functions above, in one pass: it is asked for every variant of every chunk of every prompt. But for
-    `NEAREST`, and for KV that was computed alone: behind anything it costs 1 (ours; by the paper's equations 0.5),
-    since it loses most (`docs/variants.md`).
+    The same as the functions above, in one pass, since it is called for every variant of every chunk of every prompt.
+    Two things differ: `NEAREST`, and KV that was computed alone costs 1 behind anything (ours; by the paper's
+    equations 0.5), since it loses most (`docs/variants.md`).
 
     Args:
         place: `first_places` of the new context.
@@ -112,7 +112,7 @@ def unit_cfo(
 
 
 def fix_overhead(alpha: float, cci: float, adjusted: float) -> float:
-    """CFO, at least 0 and possibly above 1: variants are compared before it is clipped (eq. 12)."""
+    """CFO (eq. 12), at least 0; it may be above 1, since variants are compared before it is clipped."""
     return alpha * cci * (1.0 - adjusted)
 
 
@@ -142,14 +142,14 @@ def _common(context: Context, inter: Sequence[float], place: Mapping[Hashable, i
 
 
 def _beta(common: float, total: float, num_common: int, length: int) -> float:
-    """The common share of a mass; where there is none, of the chunks. All of them are 1, however sums are rounded."""
+    """Share of the mass that is common, or of the chunks if there is no mass; exactly 1 if all chunks are common."""
     if num_common == length:
         return 1.0
     return min(1.0, common / total) if total else num_common / length
 
 
 def _discordance(ranks: Sequence[int]) -> float:
-    """Pairs of `ranks` that stand in descending order, over all pairs; of equal ones the first counts."""
+    """Share of the pairs of `ranks` that are in descending order; of equal ranks only the first counts."""
     ranks = list(dict.fromkeys(ranks))
     m = len(ranks)
     if m < 2:

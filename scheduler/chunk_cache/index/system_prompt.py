@@ -1,12 +1,12 @@
 """The system prompt S: what stands in front of the first chunk of a prompt. Every chunk is computed behind it.
 
     piece_starts     where S is cut
-    marks_of         S by its pieces: two that begin alike have marks that begin alike
-    num_pieces       of what has these marks
-    share_elsewhere  the share of a chunk's attention that lay on what is another S now
+    marks_of         the marks of S: if two S begin alike, so do their marks
+    num_pieces       the number of pieces of S, from its marks
+    share_elsewhere  the share of a chunk's attention that lay on the part of S that differs now
 
-S is compared piece by piece, so that a date or a user's name at its end costs what the chunk gave to that end alone.
-Most of what attention gives to a beginning it gives to the first token, which is a piece of its own.
+S is compared piece by piece, so that a date or a user's name at its end costs only the attention that the chunk gave to
+that end. The first token is a piece of its own, since it gets most of the attention to the beginning.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy as np
 from chunk_cache.keys import TokenIds, int64_buffer
 
 PIECE = 64
-"""Tokens of a piece; that of the second is one less, and the last may be shorter."""
+"""Tokens of a piece; the first has one token, the second one less than this, and the last may be shorter."""
 
 _MARK_LEN = 8
 _PERSON = b"system-prompt-1"
@@ -51,10 +51,10 @@ def num_pieces(marks: bytes) -> int:
 
 
 def share_elsewhere(shares: Sequence[float] | np.ndarray, marks: bytes, new_marks: bytes) -> float:
-    """In [0, 1]: of a chunk's attention, the share that lay on pieces of S in which the new one differs.
+    """Share of a chunk's attention, in [0, 1], that lay on S from the first piece on in which the new S differs.
 
     Args:
-        shares: `[pieces]`, of its attention on each piece of the S that it was computed behind.
+        shares: `[pieces]`, shares of its attention on the pieces of the S that it was computed behind.
         marks: of that S.
         new_marks: of the S that it is used behind.
     """

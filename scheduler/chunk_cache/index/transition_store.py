@@ -1,8 +1,8 @@
 """TransitionStore: what stored chunks do to states, in host memory, by variant.
 
-A variant without its transition is of no use, so for the index it is gone (`kv/store`). Beyond `max_bytes` those that
-were not used for longest go, but none that is kept; what running requests have computed and not stored yet may be as
-much again. All tensor-parallel ranks store as many bytes in the same order.
+A variant without its transition is of no use, so for the index it is gone (`kv/store`). Above `max_bytes` the least
+recently used transitions go, but none of a pinned variant. Running requests may hold as many bytes again that are not
+stored yet. All tensor-parallel ranks store equally many bytes in the same order.
 """
 
 from __future__ import annotations
@@ -37,22 +37,22 @@ class ChunkTransitions(Generic[T]):
         return sum(transition.num_bytes for _, transition in self._known.values())
 
     def drop(self, chunk: int) -> None:
-        """A chunk was stored, or will not be."""
+        """Forgets a chunk, which was stored, or will not be."""
         self._known.pop(chunk, None)
 
     def reaches(self, chunk: int) -> int | None:
-        """Position up to which a chunk is known; None = not at all."""
+        """Position up to which the transition of a chunk is known; None = not at all."""
         known = self._known.get(chunk)
         return None if known is None else known[0]
 
     def note(self, chunk: int, begin: int, end: int, transition: T) -> None:
-        """Tokens [begin, end) of a chunk were computed: its first ones, or those behind what is known."""
+        """Notes that tokens [begin, end) of a chunk were computed: its first ones, or the next after those known."""
         if self.reaches(chunk) == begin:
             transition = self._known[chunk][1].then(transition)
         self._known[chunk] = end, transition
 
     def of(self, chunk: int, end: int) -> T | None:
-        """The transition of a chunk that ends there; None where it was not computed up to there."""
+        """The transition of a chunk up to `end`; None if it was not computed to exactly there."""
         known = self._known.get(chunk)
         return None if known is None or known[0] != end else known[1]
 
@@ -74,7 +74,7 @@ class TransitionStore(Generic[T]):
         """Whether a variant is pinned."""
         self.note_leaving: Callable[[int], None] = lambda variant_id: None
         """Told of a variant that is about to lose its transition, for the tiers below."""
-        self._stored: OrderedDict[int, T] = OrderedDict()  # the last one used last
+        self._stored: OrderedDict[int, T] = OrderedDict()  # the most recently used last
         self._of_requests: WeakSet[ChunkTransitions[T]] = WeakSet()
 
     def __len__(self) -> int:
@@ -90,16 +90,16 @@ class TransitionStore(Generic[T]):
         return made
 
     def may_take(self, num_bytes: int) -> bool:
-        """Whether a running request may have so many bytes more, beside what all of them have."""
+        """Whether running requests may have `num_bytes` more than they have together."""
         return sum(one.num_bytes for one in self._of_requests) + num_bytes <= self.max_bytes
 
     def fits(self, transition: T) -> bool:
-        """Whether there is room beside those that are kept."""
+        """Whether a transition has room beside those of pinned variants."""
         kept = sum(one.num_bytes for variant_id, one in self._stored.items() if self.is_kept(variant_id))
         return kept + transition.num_bytes <= self.max_bytes
 
     def put(self, variant_id: int, transition: T) -> None:
-        """Stores one that `fits`."""
+        """Stores a transition that `fits`."""
         assert self.fits(transition), f"{transition.num_bytes} bytes of at most {self.max_bytes}"
         self._drop(variant_id)
         if self.num_bytes + transition.num_bytes > self.max_bytes:
@@ -114,16 +114,16 @@ class TransitionStore(Generic[T]):
         self._note_change()
 
     def get(self, variant_id: int) -> T:
-        """The transition of a variant that is stored; no use of it."""
+        """The stored transition of a variant; does not count as a use."""
         return self._stored[variant_id]
 
     def use(self, variant_id: int) -> T:
-        """The transition of a variant that is stored, which is the last one used now."""
+        """The stored transition of a variant, which becomes the most recently used."""
         self._stored.move_to_end(variant_id)
         return self.get(variant_id)
 
     def clear(self) -> None:
-        """Nothing is stored any more."""
+        """Forgets everything that is stored."""
         self._stored.clear()
         self.num_bytes = 0
         self._note_change()

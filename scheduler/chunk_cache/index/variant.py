@@ -5,7 +5,7 @@ The radix tree is the store; a variant only remembers its home, of which there a
     PathHome   a span of an exactly computed prompt: free, but it lives only as long as its whole prefix
     NodeHome   a tree node of its own under a namespace of ours: for chunks computed inside a fused request
 
-A home may be gone at any time. Whoever looks a variant up asks the tree again, so an evicted one is a shorter match.
+A home may be gone at any time. Each lookup asks the tree again, in which an evicted variant is a shorter match.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _LENGTHS = [bytes((length,)) for length in range(256)]
 def shown_id(variant_id: int) -> int:
     """The number by which replies name a variant, below 2**48.
 
-    Ids of the index count all tenants' variants; who sees two of them knows how many others stored in between.
+    Ids of the index count the variants of all tenants: two of them would show how many others stored in between.
     """
     digest = hashlib.blake2b(variant_id.to_bytes(8, "big"), digest_size=6, key=_SECRET).digest()
     return int.from_bytes(digest, "big")
@@ -63,8 +63,8 @@ class PathHome:
 class NodeHome:
     """A tree node of the chunk's own; compared by identity.
 
-    `node_key` holds the chunk's tokens, padded by the store where pages ask for it. `seen` is the store's, as that of
-    `PathTokens`. `variant_id` is the index's: who lives here, -1 = nobody.
+    `node_key` holds the chunk's tokens, padded by the store to whole pages. `seen` belongs to the store, as in
+    `PathTokens`. `variant_id` belongs to the index: the variant that lives here, -1 = none.
     """
 
     node_key: array[int]
@@ -91,7 +91,7 @@ def path_start_of(home: Home) -> int:
 
 
 def check_home(home: Home, length: int, start: int, generation: int) -> None:
-    """Asserts that a variant that was computed so can live in `home`."""
+    """Asserts that a variant with these numbers can live in `home`."""
     assert length > 0, f"a chunk of {length} tokens"
     assert min(start, generation) >= 0, f"start {start}, generation {generation}"
     if isinstance(home, PathHome):
@@ -104,16 +104,16 @@ def check_home(home: Home, length: int, start: int, generation: int) -> None:
 
 
 def usable_len(covered_len: int, length: int) -> int:
-    """What of a chunk's leading tokens that are left is worth a hit: all, or none where they are less than half of it.
+    """How many of a chunk's `covered_len` stored leading tokens may be used: all, or none if less than half is stored.
 
-    What two chunks have in common, a title say, outlives the one of them that is evicted; such a remnant would keep the
-    chunk from being remembered again.
+    Tokens that two chunks begin with, such as a title, stay when one of the two is evicted; such a remnant would keep
+    that chunk from being remembered again.
     """
     return covered_len if 2 * covered_len >= length else 0
 
 
 Rank: TypeAlias = tuple[int, bool]
-"""Smaller is better: a variant takes the place of none of a smaller rank."""
+"""Smaller is better: where a chunk has too many variants, none evicts one of a smaller rank."""
 
 
 def rank_of(generation: int, is_prepared: bool) -> Rank:
@@ -122,7 +122,7 @@ def rank_of(generation: int, is_prepared: bool) -> Rank:
 
 
 def variant_name(start: int, generation: int, is_prepared: bool, system: bytes, context: tuple[bytes, ...]) -> str:
-    """Hex of 8 bytes: tells the variants of one chunk apart, in every tier of every server."""
+    """A name, 8 bytes in hex, that tells the variants of one chunk apart in every tier of every server."""
     kind = ",prepared" if is_prepared else ""
     hasher = hashlib.blake2b(f"{start},{generation}{kind}".encode(), digest_size=8)
     hasher.update(system)
@@ -149,11 +149,11 @@ class Variant:
     prompt_keys: tuple[bytes, ...]
     """The pieces of its prompt (`ChunkPrompt`), one object for all variants of the prompt."""
     num_before: int
-    """How many of them stood in front of it."""
+    """How many of these pieces stood in front of the chunk."""
     holder: PathTokens | NodeHome
     """What keeps its KV; in a path it lies at `path_start`."""
     path_start: int = 0
-    """The first token's place in its path, which is behind `start` where images stand in front; 0 without a path."""
+    """Place of the first token in its path, larger than `start` if images stand in front; 0 without a path."""
     num_uses: int = 0
     last_use: int = 0
     """The index's logical clock at the last use; larger is more recent."""
@@ -164,8 +164,8 @@ class Variant:
     is_prepared: bool = False
     """Computed ahead of time, for any prompt: behind filler, or behind the KV of similar chunks (FusionRAG eq. 10)."""
     system: bytes = b""
-    """Marks of the system prompt in front of all of them (`chunk_cache.index.system_prompt`)."""
-    _name: str = field(default="", init=False, repr=False)  # once it is asked for
+    """Marks of the system prompt in front of all pieces (`chunk_cache.index.system_prompt`)."""
+    _name: str = field(default="", init=False, repr=False)  # made when it is first asked for
 
     @property
     def home(self) -> Home:
@@ -183,7 +183,7 @@ class Variant:
 
     @property
     def context(self) -> tuple[bytes, ...]:
-        """What stood in front of it behind the system prompt: a key for each chunk, with the text behind that."""
+        """Keys of the pieces that stood between the system prompt and the chunk."""
         return self.prompt_keys[: self.num_before]
 
     @property

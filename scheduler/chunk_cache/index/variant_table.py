@@ -1,11 +1,11 @@
 """VariantTable: the variants of a chunk index, and all that is derived from them.
 
-    insert, remove, clear   one comes or goes; all go
-    refresh, use, move      one becomes the most recently used; was used by a prompt; got another home
-    note_gone, gone         a chunk has no variant any more, and why; variants that the store has evicted
+    insert, remove, clear   add or remove a variant; remove all
+    refresh, use, move      make a variant the most recently used; count a use; give it another home
+    note_gone, gone         note why a chunk has no variant any more; find variants that the store has evicted
 
-The `ChunkIndex` that has it decides what comes and goes, and keeps its bounds. It reads the parts of the table; only
-the verbs change them, all of them together.
+The `ChunkIndex` that owns the table decides what comes and goes, and keeps its bounds. It reads the parts of the table;
+only these methods change them, so that all parts agree.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from chunk_cache.index.variant import NodeHome, PathTokens, Variant, check_home
 from chunk_cache.index.victims import VictimOrder
 
 MAX_GONE_KEYS = 4096
-"""Chunks that are remembered as evicted, the newest; only for the reason that a lookup gives."""
+"""Most chunks without a variant whose reason is remembered, the newest; lookups report it."""
 
 
 class VariantTable:
     """See the head of this file.
 
     Args:
-        order: in which variants go, empty.
+        order: the eviction order, empty.
         quota: of the partitions, empty.
     """
 
@@ -38,11 +38,11 @@ class VariantTable:
         self.by_key: dict[bytes, list[Variant]] = {}
         self.paths = PathLedger()
         self.gone_keys: dict[bytes, str] = {}
-        """Chunks without a variant that had one, each with the reason, the newest last."""
+        """Chunks that have lost their last variant, each with the reason, the newest last."""
         self.num_derived = 0
         self.num_derived_tokens = 0
         self.num_reused_tokens = 0
-        self._turns: deque[int] = deque()  # every variant once, and some that are gone
+        self._turns: deque[int] = deque()  # ids of all variants, each once, and of some that are gone
         self._clock = 0
 
     def living_in(self, path: PathTokens) -> list[Variant]:
@@ -67,7 +67,7 @@ class VariantTable:
         self._turns.append(variant.variant_id)
 
     def remove(self, variant: Variant, *, is_victim: bool = False) -> None:
-        """Args: is_victim: it goes because it was the first of the order, whose age then follows its worth."""
+        """Args: is_victim: it is evicted by the order, whose age then rises to its worth."""
         peers = self.by_key[variant.key]
         peers.remove(variant)
         if not peers:
@@ -99,23 +99,23 @@ class VariantTable:
         self.refresh(variant)
 
     def move(self, variant: Variant, holder: PathTokens | NodeHome, path_start: int) -> None:
-        """The path that it enters becomes the most recently used."""
+        """Gives a variant another home; if that is a path, the path becomes the most recently used."""
         self._leave_home(variant)
         variant.holder, variant.path_start = holder, path_start
         self._enter_home(variant)
 
     def note_gone(self, key: bytes, reason: str) -> None:
-        """Nothing is noted of a chunk that still has a variant."""
+        """Notes why a chunk has no variant any more; does nothing if it still has one."""
         if key not in self.by_key:
             self.gone_keys[key] = reason
             if len(self.gone_keys) > MAX_GONE_KEYS:
                 del self.gone_keys[next(iter(self.gone_keys))]
 
     def gone(self, resolve: Resolve, num_turns: int) -> Iterator[Variant]:
-        """Variants that `resolve` finds gone, of as many as have their turn now; each is removed before the next."""
+        """Yields those of the next `num_turns` variants that `resolve` finds gone; the caller removes each at once."""
         for _ in range(min(num_turns, len(self._turns))):
             if not self._turns:
-                break  # what is removed may take turns that are nobody's with it
+                break  # removing a variant may also drop turns of variants that are gone
             variant = self.order.get(self._turns.popleft())
             if variant is None:
                 continue

@@ -1,13 +1,14 @@
-"""Victim orders: which variant goes first when the index is full.
+"""Victim orders: which variant is evicted first when the index is full.
 
     LruOrder         derived, then prepared, then exact ones, each least recently used first
-    FrequencyOrder   least worth first, then as above; a variant's worth is its reuse frequency f_r plus the age at its
-                     last use. The age is at least the worth of the last victim, and grows when the store that holds
-                     the KV is turned over. (Cache-Craft section 3.3 evicts by lowest f_r. The age is that of LFU with
-                     dynamic aging, Arlitt et al. 2000: without it a newcomer goes before anything that was ever used,
-                     and what was popular once stays for ever.) With an ageing of 0 there is no age, as in the paper.
+    FrequencyOrder   least worth first; of equal worth exact ones last, each least recently used first. The worth of a
+                     variant is its reuse frequency f_r plus the age at its last use. The age is at least the worth of
+                     the last victim, and grows when the store that holds the KV is turned over. (Cache-Craft section
+                     3.3 evicts by lowest f_r. The age is that of LFU with dynamic aging, Arlitt et al. 2000: without
+                     it a new variant goes before any that was ever used, and what was popular once stays for ever.)
+                     With an ageing of 0 there is no age, as in the paper.
 
-The owner says `add`, `touch` and `remove`; `first` names the victim. No wall clock, so every rank agrees.
+The owner calls `add`, `touch` and `remove`; `first` names the victim. No clock is read, so every rank agrees.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ _Entry: TypeAlias = tuple[float, bool, int, int]
 
 
 class VictimOrder(Protocol):
-    """All variants of an index, in the order in which they go."""
+    """All variants of an index, in eviction order."""
 
     age: float
-    """What a newcomer is worth; 0 where worth plays no part."""
+    """Worth of a new variant; 0 where worth plays no part."""
 
     def advance_age(self, amount: float) -> None: ...
 
@@ -41,14 +42,14 @@ class VictimOrder(Protocol):
     def __len__(self) -> int: ...
 
     def __iter__(self) -> Iterator[Variant]:
-        """Lazily; nothing may change meanwhile."""
+        """In eviction order, lazily; the order must not change meanwhile."""
 
     def get(self, variant_id: int) -> Variant | None: ...
 
     def add(self, variant: Variant) -> None: ...
 
     def touch(self, variant: Variant) -> None:
-        """`last_use` or `reuse_frequency` have changed."""
+        """Notes that `last_use` or `reuse_frequency` have changed."""
 
     def remove(self, variant: Variant) -> None: ...
 
@@ -59,7 +60,7 @@ class VictimOrder(Protocol):
         """The victim; there must be one."""
 
     def order(self, variant: Variant) -> tuple[float, ...]:
-        """Smaller goes earlier; to compare some variants with each other."""
+        """Sort key to compare some variants with each other; the smallest goes first."""
 
     def clear(self) -> None: ...
 
@@ -141,7 +142,7 @@ class FrequencyOrder:
         self.age = 0.0
         self._is_aged = is_aged
         self._current: dict[int, tuple[_Entry, Variant]] = {}
-        # With entries that are no longer current, dropped when they come to the top; they keep no variant alive.
+        # Stale entries are dropped when they come to the top; entries hold ids, so they keep no variant alive.
         self._heap: list[_Entry] = []
 
     def advance_age(self, amount: float) -> None:
@@ -154,7 +155,7 @@ class FrequencyOrder:
 
     def __iter__(self) -> Iterator[Variant]:
         # Every eviction asks for the first few of many, so the heap is walked down, smallest first, and not sorted.
-        self._drop_stale(len(self._current) // 64)  # they were worth less, so most of them would be in front
+        self._drop_stale(len(self._current) // 64)  # stale entries had less worth, so most would be in front
         heap = self._heap
         frontier = [(heap[0], 0)] if heap else []
         while frontier:
@@ -178,7 +179,7 @@ class FrequencyOrder:
     add = touch
 
     def _drop_stale(self, max_stale: int) -> None:
-        """Entries that are no longer current, where they are (64) more than so many."""
+        """Drops stale entries if there are more than `max_stale` + 64."""
         if len(self._heap) > len(self._current) + max_stale + 64:
             self._heap = [entry for entry, _ in self._current.values()]
             heapq.heapify(self._heap)

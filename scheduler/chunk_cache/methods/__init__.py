@@ -55,9 +55,9 @@ METHODS: Mapping[str, Method] = MappingProxyType({method.name: method for method
 """The methods, by the name a request uses."""
 
 STATE_METHODS = (Seams.name, Full.name, FullReuse.name)
-"""Names of those that a model with states can be served with: they compute runs, between whole pieces of chunks."""
+"""Names of the methods for models with states: these recompute runs, and reuse whole pieces between them."""
 METHODS_OF_ANY_SERVER = tuple(name for name, method in METHODS.items() if not method.asks_selector)
-"""Names of those that need no selector."""
+"""Names of the methods that need no selector."""
 
 
 def find_method(name: object, path: str) -> Method:

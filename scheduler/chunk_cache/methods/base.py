@@ -1,8 +1,8 @@
-"""Method: how the tokens of reused chunks that are computed again are found, and when.
+"""Method: how and when the tokens of reused chunks are chosen that are computed again.
 
     Stage.BEFORE     before the forward, on the host: `rows_for_chunk`
     Stage.LAYER      at a layer, from what all rows computed there; from then on the others are left out: `layer_counts`
-    Stage.QUESTION   by a forward of the question over the reused cache, in front of the answer's: `layer_counts`
+    Stage.QUESTION   by a forward of the question over the reused cache, before that of the answer: `layer_counts`
 
 A method of the last two stages says here only how many rows are kept; the scores are tensors, and the function that
 makes them is `forward.selection.<name>:score` of the server. Whatever a method does depends on its arguments only, so
@@ -52,7 +52,7 @@ class Stage(StrEnum):
 
 
 class Basis(NamedTuple):
-    """What `rows_for_chunk` chooses by; its arguments."""
+    """The arguments of `rows_for_chunk` that a method chooses by."""
 
     seed: int
     chunk_key: bytes
@@ -105,7 +105,7 @@ class Method:
 
     @property
     def options_schema(self) -> tuple[Option, ...]:
-        """All parameters, its own first; one that it has by itself takes the place of the common one of that name."""
+        """All parameters, its own first; one of its own replaces the common one of the same name."""
         own = {option.name for option in self.own_options}
         return (*self.own_options, *(option for option in COMMON_OPTIONS if option.name not in own))
 
@@ -150,11 +150,11 @@ class Method:
         raise NotImplementedError(f"{self.name} does not choose before the forward")
 
     def shares_budget(self, options: Options) -> bool:
-        """Whether the ratio is one budget for all reused chunks, of which `rows_of_all` chooses (`Stage.BEFORE`)."""
+        """Whether the ratio is one budget for all reused chunks, so that `rows_of_all` chooses (`Stage.BEFORE`)."""
         return TOP_K in self.own_options and self.option(options, TOP_K.name) == "global"
 
     def rows_of_all(self, ratio: float, reused: AllReused) -> Rows:
-        """The tokens of all reused chunks that are computed again: sorted offsets in them, counted side by side."""
+        """The tokens of all reused chunks that are computed again: sorted offsets, counted through all chunks."""
         num_rows = num_rows_at(ratio, reused.num_tokens)
         if num_rows in (0, reused.num_tokens):
             return np.arange(num_rows, dtype=np.int64)
@@ -168,7 +168,8 @@ class Method:
         """How many of `num_tokens` reused rows run at each layer (`Stage.LAYER` and `Stage.QUESTION`).
 
         Returns:
-            `num_layers` numbers that never grow, from the attention of a layer on; all are `num_tokens` at ratio 1.
+            `num_layers` numbers that never grow; each counts from its layer's attention on. All are `num_tokens` at
+            ratio 1.
         """
         raise NotImplementedError(f"{self.name} chooses before the forward")
 
@@ -194,19 +195,19 @@ class Method:
         """
         if ALPHA not in self.own_options:
             return None
-        given = dict(options).get(ALPHA.name)  # 0 says by ratio, whatever the server's is
+        given = dict(options).get(ALPHA.name)  # 0 means by ratio, whatever the server's alpha is
         if given is None:
             return (default if ratio is None else None) or None
         assert isinstance(given, float)
         return given or None
 
     def last_asked_layer(self, options: Options) -> int | None:
-        """The layer at which a forward of all rows ends that scores the question, in front of the one that computes the
-        rows that are kept; None = there is no such forward."""
+        """The layer at which an extra forward ends, which runs all rows and scores them by the question before the one
+        that computes the kept rows; None = there is none."""
         return None
 
     def tokens_per_chunk(self, options: Options) -> int | None:
-        """How many tokens of each chunk are the budget, at most; None where it is a share."""
+        """The budget of each chunk as a number of tokens, at most; None where it is a share."""
         return None
 
     def with_defaults(self, options: Mapping[str, ValueT], defaults: Options) -> dict[str, ValueT | OptionValue]:
@@ -216,11 +217,11 @@ class Method:
         schema = {option.name for option in self.options_schema}
         merged = {name: value for name, value in defaults if name in schema} | dict(options)
         if merged.get(GROUP_SIZE.name) == 0 and GROUP_THRESHOLD.name not in options:
-            merged.pop(GROUP_THRESHOLD.name, None)  # of windows that the request does not want
+            merged.pop(GROUP_THRESHOLD.name, None)  # the request turns windows off
         return merged
 
     def check_model(self, options: Options, num_layers: int, path: str) -> None:
-        """Whether a model of `num_layers` can be served with these options; `path` is where method and options stand.
+        """Checks that a model of `num_layers` can be served with these options; `path` is where both stand.
 
         Raises:
             ChunkCacheRequestError: it cannot.
@@ -228,7 +229,7 @@ class Method:
 
 
 def field_of(options: Options, name: str, path: str) -> str:
-    """Where a client would change the option: itself where it was given, else the method that brought it along."""
+    """JSON path at which a client would change the option: its own if it was given, else that of the method."""
     return f"{path}.options.{name}" if name in dict(options) else f"{path}.method"
 
 

@@ -1,4 +1,4 @@
-"""Methods that look at nothing but places: all, none, the first tokens, or tokens drawn by lot."""
+"""Methods that need no scores of tokens: all, none, the first tokens, or tokens drawn by lot."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Near(Epic):
 
 
 def take_first(is_row: npt.NDArray[np.bool_], num_rows: int, reused: AllReused) -> None:
-    """Makes `num_rows` more tokens rows, as `Near` spreads them: of each chunk the first that are none yet.
+    """Marks `num_rows` more tokens as rows, spread as `Near` does: in each chunk the first that are not rows yet.
 
     Args:
         is_row: `[num_tokens]`, changed in place.
@@ -73,11 +73,11 @@ def take_first(is_row: npt.NDArray[np.bool_], num_rows: int, reused: AllReused) 
 
 
 def _spread(reused: AllReused, num_rows: int, rooms: Sequence[int]) -> list[int]:
-    """How many of `num_rows` each chunk gets, of which there are `rooms` at most, together at least `num_rows`."""
+    """How many of `num_rows` each chunk gets, at most its `rooms`, whose sum is at least `num_rows`."""
     end = reused.question_start + _REACH
     weights = [math.log((end - first) / (end - last)) for first, last in reused.spans]
     left, counts = num_rows, [0] * len(rooms)
-    # From the nearest on, whose share of its own tokens is the largest: what is too much for it goes to the next.
+    # Nearest first, as its share of its own tokens is the largest: what is too much for it goes to the next.
     for i, rest in reversed([*enumerate(accumulate(weights))]):
         counts[i] = min(rooms[i], math.ceil(left * (weights[i] / rest)))
         left -= counts[i]
@@ -89,15 +89,15 @@ def _spread(reused: AllReused, num_rows: int, rooms: Sequence[int]) -> list[int]
 
 
 _REACH = 16
-"""Tokens right in front of the question that count alike (docs/quality.md)."""
+"""Tokens right in front of the question that count about alike (docs/quality.md)."""
 
 
 class Seams(Method):
     """The first tokens of each chunk, and whole chunks as far as the ratio reaches (HYPIC; whole chunks *ours*).
 
-    All rows of a chunk behind its seam, or none: so a model with states needs no state from within a chunk. The chunk
-    with the highest CFO comes first, and of those that have none the one nearest to the question. Seams are computed at
-    any ratio.
+    Behind its seam, all or nothing of a chunk is computed again, so that a model with states needs no state within a
+    chunk. The chunk with the highest CFO comes first; of equal ones, or without CFO, the one nearest to the question.
+    Seams are computed at any ratio.
     """
 
     name = "seams"
@@ -122,7 +122,7 @@ class Seams(Method):
 
 
 class LegoLink(Method):
-    """LegoLink as A3 runs it: the first and the last tokens of each chunk, of an odd number the middle one in front."""
+    """LegoLink as A3 runs it: the first and the last tokens of each chunk; of an odd number, one more of the first."""
 
     name = "lego-link"
     own_options = (ENDS,)

@@ -11,7 +11,7 @@ def group_rows(rows: Rows, *, offset_len: int, chunk_len: int, size: int, thresh
     """The part of `rows` that lies in windows with more than `threshold` of `size` tokens selected.
 
     Windows are counted from the chunk's first token, so they do not depend on where the reused part begins. The last
-    one may be shorter; of it the same share must be selected.
+    one may be shorter; the same share of it must be selected.
 
     Args:
         rows: sorted offsets in the reused part; [num_rows].

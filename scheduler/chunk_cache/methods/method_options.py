@@ -104,7 +104,7 @@ class LayersOption:
 
 
 def value_of(text: str) -> object:
-    """An option's value as a command line has it: JSON, or else the text itself, so that a word needs no quotes."""
+    """An option's value from a command line: JSON, or else the text itself, so that a word needs no quotes."""
     try:
         return json.loads(text)
     except ValueError:
@@ -135,7 +135,7 @@ ALPHA = FloatOption("alpha", default=0.0, minimum=0.0, maximum=1000.0)
 ENDS = IntOption("ends", default=0, minimum=0, maximum=2**31 - 1)
 """Tokens at either end of each chunk, in the place of the ratio (A3: 20); 0 = by the ratio."""
 BUDGETS: tuple[Option, ...] = (ALPHA, ENDS)
-"""What is a budget by itself, and so not given beside a ratio."""
+"""Options that are budgets themselves, so that none is given beside a ratio."""
 
 # Common to all methods. Off by default, because no table of ours shows a gain (docs/quality.md).
 GROUP_SIZE = IntOption("group_size", default=0, minimum=0, maximum=4096)

@@ -12,8 +12,8 @@ from chunk_cache.methods.ranked import best, block_means
 class NearWords(Near):
     """Two thirds of the rows as `near`, a third around words of the question, the rarest first (*ours*).
 
-    Where fewer tokens stand around such words than that third has rows, the rest goes as by `near` to the first tokens
-    that are left. `plan.question_words` says how much a token counts.
+    If fewer tokens than that third stand around such words, the remaining rows go to the first tokens left, as by
+    `near`. `plan.question_words` says how much a token counts.
     """
 
     name = "near-words"
@@ -32,6 +32,6 @@ class NearWords(Near):
         return np.flatnonzero(is_row)
 
     def _select(self, num_reused: int, num_rows: int, basis: Basis) -> Rows:
-        """By a budget of its own, of a chunk with an `alpha`."""
+        """For one chunk with a budget of its own, by `alpha`."""
         reused = AllReused([(0, num_reused)], num_reused, basis.seed, basis.ranking, basis.blocks)
         return self._select_of_all(num_rows, reused)

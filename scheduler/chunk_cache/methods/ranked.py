@@ -1,4 +1,4 @@
-"""Methods that rank a chunk's tokens by a statistic (`chunk_cache.index.chunk_statistics`) taken as it was computed."""
+"""Methods that rank a chunk's tokens by a statistic of its KV (`chunk_cache.index.chunk_statistics`)."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ class RankedMethod(Method):
         assert len(ranking) == num_reused, f"{len(ranking)} statistics for {num_reused} tokens"
         if basis.blocks is not None:
             ranking = block_means(ranking, basis.blocks)
-        if np.isnan(ranking.sum()):  # one of them is
+        if np.isnan(ranking.sum()):  # one value is NaN
             ranking = np.where(np.isnan(ranking), np.float32(-np.inf), ranking)
         return best(ranking, num_rows)
 
 
 def best(ranking: Ranking, num_rows: int) -> Rows:
-    """Sorted offsets of the `num_rows` largest, at most all of them; of equals the first. No NaN."""
+    """Sorted offsets of the `num_rows` largest values, at most all; of equal ones the first. No value may be NaN."""
     least = np.partition(ranking, len(ranking) - num_rows)[len(ranking) - num_rows]
     # All that are larger than the least one taken, and of its equals the first ones; no sort of the whole chunk.
     is_chosen = ranking > least
@@ -39,7 +39,7 @@ def best(ranking: Ranking, num_rows: int) -> Rows:
 
 
 def block_means(ranking: Ranking, blocks: Rows) -> Ranking:
-    """For each token the mean over those of its block that have a statistic; NaN where none has."""
+    """For each token, the mean of the statistics in its block, without NaN; NaN where the block has none."""
     is_known = ~np.isnan(ranking)
     sums = np.bincount(blocks, weights=np.where(is_known, ranking, 0.0))
     nums = np.bincount(blocks, weights=is_known)

@@ -1,4 +1,4 @@
-"""Methods that score tokens during the forward; here only where, and how many rows stay.
+"""Methods that score tokens during the forward; this file says only where, and how many rows stay.
 
 The scores themselves are made by `sglang_chunk_cache.forward.selection`, in the file of the same name.
 """
@@ -25,7 +25,7 @@ from chunk_cache.methods.method_options import (
 )
 
 CHECK_LAYER = IntOption("check_layer", default=1, minimum=0, maximum=MAX_LAYER)
-"""The layer at which all rows are scored; the layers before it run on all rows, its attention on what is kept."""
+"""The layer at which all rows are scored; the layers before it run on all rows, its own attention on those kept."""
 
 LAYERS = LayersOption("layers")
 """Layers at which the question's attention is summed up."""
@@ -103,13 +103,13 @@ class QuestionMethod(Method):
 class InfoFlow(QuestionMethod):
     """InfoFlow KV (arXiv 2603.05353): the tokens with the largest norm of the question's attention.
 
-    At their positions in the prompt, which is what that paper calls the right geometry. It also reorders the chunks;
-    here their order is the client's.
+    The attention is taken at their positions in the prompt, which that paper calls the right geometry. The paper also
+    reorders the chunks; here their order is the client's.
     """
 
 
 class QuestionDrift(QuestionMethod):
-    """What the question attends to at any layer is computed (ProphetKV), half of the change added to the rest (drift).
+    """Computes what the question attends to at any layer (ProphetKV), and adds half of the change to the rest (drift).
 
     Half, because all of it harms some answers. docs/quality.md has the experiments.
     """
@@ -163,7 +163,7 @@ def gradual_ratios(
     num_filtering = min(num, max(1, round(share * num_layers)))
     step = (last - first) / (num_filtering - 1) if num_filtering > 1 else 0.0
     weights = [max(last, first + i * step) if i < num_filtering else last for i in range(num)]
-    # The scale at which the clipped shares have the wanted mean; the mean grows with it, so halving finds it.
+    # Bisection finds the scale at which the clipped shares have the wanted mean, which grows with the scale.
     low, high = 0.0, 1.0 / min(weights)
     for _ in range(80):
         middle = (low + high) / 2

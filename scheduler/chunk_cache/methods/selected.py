@@ -1,4 +1,4 @@
-"""Methods whose scores come from outside the model: a small auxiliary one looks at the text while the request waits."""
+"""Methods whose scores come from another model: a small auxiliary one reads the text while the request waits."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from chunk_cache.methods.ranked import RankedMethod
 class CacheClip(RankedMethod):
     """CacheClip section 3.3: the reused tokens that the question attends to most in the auxiliary model's last layer.
 
-    The best of all reused tokens of the prompt, then windows of 8 that keep their tokens where more than 5 were
-    selected. `group_budget` says which of them a ratio counts. Where the paper is silent: windows are counted in the
+    Selects the best of all reused tokens of the prompt; then windows of 8 keep their tokens if more than 5 were
+    selected. `group_budget` says which of these a ratio counts. Where the paper is silent: windows are counted in the
     main model's tokens, from a chunk's first one; `top_k` makes the budget one for each chunk.
     """
 

@@ -22,10 +22,10 @@ from chunk_cache.options.warming_limits import (
 )
 
 MAX_TTL_S = 86400.0
-"""Seconds of a pin; what nobody renews must not take room for ever."""
+"""Most seconds of a pin: a pin that nobody renews must not take room for ever."""
 
 MAX_LIMIT = 1000
-"""Variants in one page of the listing."""
+"""Most variants in one page of the listing."""
 
 ORDERS = ("id", "uses")
 """Orders of the listing; by uses, the most used come first."""
@@ -64,7 +64,7 @@ class Pin:
 
 @dataclass(frozen=True)
 class Eviction:
-    """Chunks to forget, and whether also all that may hold anything of them."""
+    """Chunks to forget, and whether to forget also everything that may hold a part of them."""
 
     selection: ChunkNames
     everywhere: bool
@@ -76,9 +76,9 @@ class Warm:
 
     Attributes:
         alone: nothing but the prefix stands in front of a chunk; else the filler does, or neighbours.
-        neighbours: how many similar chunks each is computed behind, or which, by their places in the selection; where
-            these are fewer than the chunks, the others are there only to be neighbours. None = behind none.
-        retriever: finds them.
+        neighbours: how many similar chunks each is computed behind; or a list of them for each, by their places in the
+            selection. Chunks without a list are there only to be neighbours. None = behind none.
+        retriever: finds the neighbours.
         dry_run: only say what it would take.
     """
 

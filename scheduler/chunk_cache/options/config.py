@@ -27,7 +27,7 @@ STATISTICS_LAYERS = ("sampled", "all", "none")
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """Bounds and decisions of the index, and the choice of kernels; the defaults are the documentation's."""
+    """The keys of the configuration, with the defaults that the documentation names."""
 
     max_variants: int = 200_000
     """Variants of all chunks together."""
@@ -36,38 +36,38 @@ class Config:
     max_path_tokens: int = 64_000_000
     """Tokens of remembered prompts, 8 bytes each."""
     max_generation: int = 8
-    """Variants derived from more generations of approximate ones are not used; 0 = exact variants only."""
+    """Variants of a higher generation are not used; 0 = exact variants only."""
     min_reuse_len: int = 1
     """A chunk that would bring in fewer tokens is computed, unless the request names a method or a ratio."""
     eviction: str = "lru"
-    """Order in which variants go, from the index and from the radix tree: one of `victims.EVICTIONS`."""
+    """Order in which variants are evicted, from the index and from the radix tree: one of `victims.EVICTIONS`."""
     ageing: float = AGEING
-    """Worth that what is new gains when the KV pool has been turned over once, with frequency-reuse."""
+    """With frequency-reuse: worth that new variants gain whenever the KV pool has been turned over once."""
     keep_share: float = 0.1
-    """Most of the KV pool, as a share, that requests leave to reused chunks while others run; 0 = none."""
+    """Largest share of the KV pool that requests leave to reused chunks while other requests run; 0 = none."""
     partition_share: float = 1.0
-    """Share of the index (variants, path tokens), of each tier and of the KV pool that one partition may have: its own
-    least useful variants go then; where the pool needs room, its tokens go before those of others. 1 = any."""
+    """Share of the index (variants, path tokens), of each tier and of the KV pool that one partition may have. Above
+    it, its own least useful variants are evicted; if the pool needs room, its tokens go first. 1 = no limit."""
     remember: str = "misses"
-    """What a prompt with reused chunks leaves: one of `REMEMBER`. `misses`: the chunks that it had to compute;
-    `contexts`: those that it fixed for its context too (Cache-Craft section 3.3)."""
+    """Which chunks of a prompt with reused chunks are remembered: one of `REMEMBER`. `misses`: those that it had to
+    compute; `contexts`: also those that it fixed for its context (Cache-Craft section 3.3)."""
     promote_uses: int = 8
-    """Uses after which a variant at the end of a cold path becomes a tree node of its own; 0 = never."""
+    """Uses after which a variant at the end of a cold path gets a tree node of its own; 0 = never."""
     refresh_uses: int = 0
     """Uses after which a derived variant is computed exactly while the server is idle; 0 = never."""
     verify_share: float = 0.0
     """Share of the fused requests that are verified, by an exact prefill while the server is idle; 0 = none."""
     verify_file: str | None = None
-    """File that keeps what that finds from one start to the next; None = none does."""
+    """File that keeps the results of verification from one start to the next; None = they are not kept."""
     keep_tokens: int = 0
-    """Slots per layer that the prompt of a request which does not say so shall need while its answer is decoded (A3
-    with SnapKV, which loses quality); 0 = all are kept."""
+    """Slots per layer that a prompt takes while its answer is decoded, unless the request says how many (A3 with
+    SnapKV, which loses quality); 0 = all are kept."""
     alpha: float | None = None
-    """Budget by CFO for requests that give neither ratio nor alpha, where the method has it; 0 or null = by ratio."""
+    """Budget by CFO for requests that give neither ratio nor alpha, if the method has alpha; 0 or null = by ratio."""
     system_prompts: str = "any"
     """Whose chunks a request is given: one of `SYSTEM_PROMPTS`. `any`: also those computed behind another system
     prompt, at the price that their CFO says; `same`: only those computed behind its own, and behind no text between
-    chunks that the request has not in front of it."""
+    chunks that the request does not have there."""
     trust: str = "any"
     """Whose KV a request is given: one of `TRUST`. `any`: also what was computed behind another request's passages;
     `warmed`: only what the administrator warmed, or what was computed alone, behind the request's own system prompt."""
@@ -79,28 +79,28 @@ class Config:
     """Models that are served: one of `MODELS`. `checked`: each that passes the check of the loaded model when a server
     starts; `any`: also those that fail the check, which is logged: their answers may be wrong."""
     kernel: str = "auto"
-    """Kernels of ours: one of `KERNELS`. `auto`: on a GPU Triton's, beside FlashInfer as attention backend FlashInfer's
-    where it fits the model; torch where these fail their test at the start, and on a CPU."""
+    """Library of our kernels: one of `KERNELS`. `auto`: on a GPU Triton, or FlashInfer if it is the attention backend
+    and fits the model; torch if these fail their test at the start, and on a CPU."""
     attention: str = "auto"
-    """What attends in fused batches: one of `ATTENTIONS`. `runs`: SGLang's own backend, from runs of rows; `rows`: our
-    kernel; `auto`: on a GPU `runs` where they are long enough to be worth it, else `rows`."""
+    """What computes the attention of fused batches: one of `ATTENTIONS`. `runs`: SGLang's own backend, by runs of rows;
+    `rows`: our kernel; `auto`: on a GPU `runs` if these are long enough to be worth it, else `rows`."""
     draft_on_gpu: bool = False
-    """Speculative decoding with a model that drafts is served on a GPU too, where nobody has run it yet."""
+    """Whether speculative decoding with a draft model is served on a GPU too, where nobody has run it yet."""
     tiers: TierConfig | None = None
     """Tiers that keep chunks below the KV pool; None = there are none."""
     events: EventConfig | None = None
-    """Where it is published what enters and leaves the server; None = nowhere."""
+    """Where the server publishes which chunks enter and leave it; None = nowhere."""
     selector: SelectorConfig = field(default_factory=SelectorConfig)
     """How the model of `--chunk-cache-selector` runs, where there is one."""
     seam_len: int = 64
     """Tokens at the beginning of each passage that the method `seams` computes, at any ratio."""
     state_bytes: int = 8_000_000_000
-    """Host memory of each rank for what passages do to the states of a model that has some, such as Qwen3.5; beyond it
-    the passages that were not used for longest go."""
+    """Host memory of each rank for what passages do to the states of a model that has some, such as Qwen3.5; above it
+    the least recently used passages go."""
     statistics_layers: str | tuple[int, ...] = "sampled"
     """Layers whose attention is summed up for each chunk that is computed: one of `STATISTICS_LAYERS`, or a list."""
     options: Options = ()
-    """Parameters of methods, where a request leaves them out: each counts for every method that has it."""
+    """Method options for requests that leave them out; each counts for every method that has it."""
 
     def layers_with_statistics(self, num_layers: int) -> tuple[int, ...]:
         """The layers of a model that statistics are taken at; those it does not have are left out."""
@@ -227,7 +227,7 @@ def _check_file(value: object, path: str) -> str | None:
 
 
 def _check_options(value: object, path: str) -> Options:
-    """Each method checks those that it has, as it does with a request's."""
+    """Checks options of methods: each method checks those that it has, as it does with a request's."""
     if not isinstance(value, Mapping):
         raise config_error(path, f"{show(value)} is not an object", "give an object of options")
     if ALPHA.name in value:

@@ -17,7 +17,7 @@ Parse: TypeAlias = Callable[[object, str], object]
 
 
 def checked_object(value: object, path: str, known: Sequence[str], asks_for: str = "some of ") -> Mapping[str, Any]:
-    """The value, which is an object with no other keys.
+    """The value, checked to be an object with no other keys.
 
     Raises:
         ChunkCacheConfigError: it is not.
@@ -35,7 +35,7 @@ def parsed_fields(kind: type, value: object, path: str, asks_for: str = "some of
     """The fields of the dataclass that an object gives, each as its own parser reads it.
 
     Args:
-        absent: what stands for keys that are not given, where none may be left out.
+        absent: values for missing keys, so that the parser of a key that must be given refuses them.
 
     Raises:
         ChunkCacheConfigError: not an object, an unknown key, or a value outside its range.

@@ -41,7 +41,7 @@ class EventConfig:
     salt: str = field(repr=False, metadata={"parse": _salt})
     """Secret of the replicas and of those who may ask what they hold; without it the hashes tell nothing."""
     replay_endpoint: str | None = field(default=None, metadata={"parse": _replay_endpoint})
-    """Where missed events are asked for; null = nowhere. Ports as of `endpoint`."""
+    """Where missed events can be asked for; null = nowhere. Ports as of `endpoint`."""
 
 
 def port_of(endpoint: str) -> int | None:

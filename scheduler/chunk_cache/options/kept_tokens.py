@@ -16,9 +16,9 @@ from chunk_cache.errors import request_error
 from chunk_cache.types import Span
 
 WINDOW_LEN = 32
-"""Last tokens of a prompt, whose attention judges; of SnapKV's runs on LongBench."""
+"""Last tokens of a prompt, whose attention judges the others; the value of SnapKV's runs on LongBench."""
 POOLING_LEN = 7
-"""Neighbours that share the highest of their scores, so that words are kept whole; of the same runs."""
+"""Window of the max pooling of scores, so that words are kept whole; the value of the same runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class KeptTokens:
 
     @property
     def num_dropped(self) -> int:
-        """Tokens that no layer and no head keeps a slot for."""
+        """Tokens that each layer and KV head drops, and so slots that the prompt does not need."""
         return self.end - self.begin - self.room
 
     @property
@@ -54,7 +54,7 @@ def droppable(spans: tuple[Span, ...], prompt_len: int) -> Span:
 def plan_kept(spans: tuple[Span, ...], keep_tokens: int | None, prompt_len: int) -> KeptTokens | None:
     """What is kept of a prompt that shall need `keep_tokens` slots; None = all of it.
 
-    All of it also where the tokens that are kept in any case leave no room.
+    None also if the tokens that are kept in any case leave no room.
 
     Args:
         keep_tokens: 0 or None = all.

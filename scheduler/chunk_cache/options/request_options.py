@@ -25,7 +25,7 @@ EXACT_MODES = ("exact", "warm")
 """Modes in which only exact prefixes are reused."""
 MAX_POSITION = 2**31 - 1
 MAX_CHUNKS = 1024
-"""In one prompt: what is kept and compared for each grows with the number of those in front of it."""
+"""Most chunks in one prompt: what is kept and compared for each grows with the number of chunks in front of it."""
 KEYS = ("spans", "chunk_ids", "mode", "method", "ratio", "options", "explain", "answer_tokens", "keep_tokens")
 
 _OPTION_NAMES = sorted({option.name for method in METHODS.values() for option in method.options_schema})
@@ -38,33 +38,33 @@ class RequestOptions:
     spans: tuple[Span, ...] = ()
     """Half-open ranges of prompt positions, ascending, disjoint, not empty."""
     chunk_ids: tuple[str | None, ...] = ()
-    """What the client calls each of its chunks, in their order; the reply and the administration say so too."""
+    """The client's names of its chunks, in their order; the reply and the administration show them."""
     mode: str = "auto"
     """One of `MODES`. `exact`: only exact prefixes are reused; `off`: chunks are neither looked up nor remembered;
     `prepare`: the last chunk is computed behind the others, which are reused, and kept for any prompt; `warm`: the
     same, and all is computed exactly."""
     method: str | None = None
-    """How the tokens of reused chunks that are computed again are chosen."""
+    """Name of the method that chooses which tokens of reused chunks are computed again."""
     ratio: float | None = None
-    """The share of them, 0 to 1."""
+    """Share of the tokens of reused chunks that is computed again, 0 to 1."""
     options: Options = ()
     """The method's own parameters as (name, value), sorted by name."""
     explain: bool = False
-    """The reply says of every token what became of it."""
+    """Whether the reply shows the plan as a table, and more about every chunk."""
     answer_tokens: int = 0
-    """Tokens at the end of the prompt that begin the answer: computed, and not looked at as the question."""
+    """Tokens at the end of the prompt that begin the answer: they are computed, and are no part of the question."""
     keep_tokens: int | None = None
-    """Slots per layer that the prompt shall need once its first token is known; 0 = all are kept."""
+    """Slots per layer that the prompt takes once the first token of the answer is known; 0 = all are kept."""
     turn_tokens: int | None = None
-    """Tokens at the end of the prompt in which the spans count, of a turn of a session; None = they count in all."""
+    """For a turn of a session: its tokens at the end of the prompt, in which spans count; None = they count in all."""
 
     @property
     def named_spans(self) -> list[tuple[Span, str | None]]:
-        """Each span with what the client calls it."""
+        """Each span with the client's name of it."""
         return list(zip_longest(self.spans, self.chunk_ids))
 
     def with_spans(self, spans: Sequence[Span], chunk_ids: Sequence[str | None] = ()) -> RequestOptions:
-        """The same with other chunks, which the client calls so; empty = nothing."""
+        """The same with other chunks, and the client's names of them; empty = there are none."""
         return replace(self, spans=tuple(spans), chunk_ids=tuple(chunk_ids) if any(chunk_ids) else ())
 
     @property
@@ -78,7 +78,7 @@ class RequestOptions:
 
     @property
     def names_method(self) -> bool:
-        """Whether the client says how chunks are reused, so that the server must not think better of it."""
+        """Whether the client says how chunks are reused, which the server then must not change."""
         return self.method is not None or self.ratio is not None
 
     def option(self, name: str, default: OptionValue) -> OptionValue:
@@ -97,7 +97,7 @@ def parse_request(
     """Check what a client sent.
 
     Args:
-        value: the decoded JSON value; what is null in it is not given.
+        value: the decoded JSON value; null in it counts as not given.
         path: where it stood, for messages.
         num_tokens: length of the prompt when it is known; spans must end within it.
         default_method: the server's method, which checks `options` when the request names none, and is then
@@ -133,7 +133,7 @@ def parse_request(
 
 
 def check_fit(opts: RequestOptions, num_tokens: int, path: str = DEFAULT_PATH) -> None:
-    """Check spans and their ids against a prompt, the answer behind them, and what is kept; `path`: of the options.
+    """Checks that spans, their ids, the answer behind them and what is kept fit a prompt; `path`: of the options.
 
     Raises:
         ChunkCacheRequestError: one does not.
@@ -160,10 +160,10 @@ def with_earlier_turns(
     *,
     num_uncut: int,
 ) -> RequestOptions | None:
-    """The options of a turn of a session, with spans that count in the whole prompt, those of earlier turns in front.
+    """The options of a turn of a session, with spans of the whole prompt; the chunks of earlier turns come first.
 
-    A turn without options has those of the turn in front of it. An earlier chunk counts as long as its tokens stand
-    where they stood: a turn may drop the end of the history. Of more than a prompt may have, the newest count.
+    A turn without options has those of the turn in front of it. An earlier chunk counts as long as its tokens are where
+    they were: a turn may drop the end of the history. Of more chunks than a prompt may have, the newest count.
 
     Args:
         options, before: of this turn, and of the one in front of it; None = it has none.

@@ -21,7 +21,7 @@ class SelectorConfig:
     """How the selector runs; the defaults are the documentation's."""
 
     timeout_s: float = field(default=5.0, metadata={"parse": parse_seconds})
-    """A request waits no longer for its scores; `near` chooses then."""
+    """Longest time that a request waits for its scores; then `near` chooses."""
     max_bytes: int = field(default=2_000_000_000, metadata={"parse": parse_bytes})
     """Keys and values of chunks that its process keeps, besides those of the request at hand."""
     num_threads: int = field(default=0, metadata={"parse": _threads})

@@ -159,13 +159,13 @@ class TierConfig:
     max_variants_per_chunk: int = field(default=2, metadata={"parse": _integer})
     """Variants of one chunk that each tier keeps."""
     timeout_s: float = field(default=30.0, metadata={"parse": parse_seconds})
-    """A request waits no longer for a load; its chunks are computed then."""
+    """Longest time that a request waits for a load; then its chunks are computed."""
     controller: bool = field(default=True, metadata={"parse": _boolean})
     """Whether a chunk is computed where that is estimated to be faster than loading it."""
     num_threads: int = field(default=2, metadata={"parse": _integer})
     """Workers that read and write, per scheduler process."""
     throttle: tuple[tuple[str, ThrottleConfig], ...] = field(default=(), metadata={"parse": _parse_throttle})
-    """Per tier: for benchmarks."""
+    """Slows single tiers down, for benchmarks."""
 
     def asked_for(self) -> dict[str, Any]:
         """Tier -> value of its key, the fastest first; those that are not asked for are left out."""
@@ -180,13 +180,13 @@ EVENT_MEDIA = {key.metadata["tier"]: key.metadata["medium"] for key in _KEYS_OF_
 
 
 def parse_tiers(value: object, path: str) -> TierConfig | None:
-    """Check the value of the key; None where it is null or asks for no tier.
+    """Checks the value of the key; None where it is null.
 
     Args:
         path: where it stood, for messages.
 
     Raises:
-        ChunkCacheConfigError: an unknown key, or a value outside its range.
+        ChunkCacheConfigError: an unknown key, a value outside its range, or no tier is asked for.
     """
     if value is None:
         return None

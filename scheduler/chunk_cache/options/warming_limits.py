@@ -1,4 +1,4 @@
-"""How much one request of administration may ask for, and what it gets where it does not say."""
+"""Limits and defaults of one request of administration."""
 
 MAX_ITEMS = 4096
 """Chunks in one request."""

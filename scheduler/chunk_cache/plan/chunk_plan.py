@@ -32,11 +32,11 @@ class ChunkPlan:
     cfo: float | None = None
     """Cache fix overhead (Cache-Craft eq. 12), not clipped; None where the context was not known."""
     unit_cfo: float | None = None
-    """The same at alpha 1, as a use is weighed, whatever the budget."""
+    """`cfo` at alpha 1, by which a use is weighed, whatever the budget."""
     other_system: float | None = None
-    """What of that another system prompt costs; None where the chunk was computed behind the same."""
+    """The part of `cfo` that comes from a different system prompt; None where it is the same."""
     ranked_by: str | None = None
-    """For methods that rank by statistics of the variant: which, or ``position`` where none were taken."""
+    """For methods that rank by a statistic of the variant: its name, or ``position`` where none was taken."""
 
     @property
     def shown_variant(self) -> int | None:

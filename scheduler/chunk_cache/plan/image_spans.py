@@ -1,9 +1,9 @@
 """Images among the tokens of a prompt: half-open, ascending spans of prompt positions.
 
-Verbs: `end_outside` (where a range may end that cuts none), `text_parts` (what of a chunk is not in any), `num_within`.
+Verbs: `end_outside` (where a range may end without cutting an image), `text_parts` (the text of a chunk), `num_within`.
 
-An image is brought in whole or computed whole: its encoder makes all of it or nothing. Below ratio 1.0 none of its
-tokens that were brought in is computed again.
+An image is brought in whole or computed whole: its encoder makes all of it or nothing. Below ratio 1.0 its tokens are
+not recomputed if they were brought in.
 """
 
 from __future__ import annotations

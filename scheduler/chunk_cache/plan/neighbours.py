@@ -17,13 +17,13 @@ from chunk_cache.errors import request_error, show
 from chunk_cache.options.warming_limits import DEFAULT_RETRIEVER
 
 _ROWS = 512
-"""Chunks that are compared with all others at a time: a block of scores is so many rows of float32."""
+"""Chunks that are compared with all others at a time: scores are computed in blocks of so many rows of float32."""
 
 
 def find_neighbours(
     texts: Sequence[str], num: int, retriever: str = DEFAULT_RETRIEVER, path: str = "retriever"
 ) -> list[tuple[int, ...]]:
-    """For each text the places of up to `num` others, the most similar first, of equal ones the earlier first.
+    """For each text, the places of up to `num` others, most similar first; of equally similar ones the earlier first.
 
     Args:
         texts: chunks, or their token ids as words.

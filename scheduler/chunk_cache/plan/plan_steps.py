@@ -1,4 +1,4 @@
-"""Steps of a plan: how a load with more rows than a step may have is computed over several.
+"""Steps of a plan: how a load that has more rows than a step may have is computed in several steps.
 
     needs_steps   whether a plan has more rows than a step
     next_step     what a step brings in, and up to where it computes
@@ -10,7 +10,8 @@ run of rows, which is computed as an ordinary extend; so new text is computed as
     |############|.............|..........|....R==R|====R==R|R=====R==|>>>>>>>>>|
     prefix       step 1        step 2     step 3   step 4   step 5, in which the load ends
 
-What only the forward can choose is brought in whole, by the last step, behind the text in front of the first chunk.
+If the forward itself chooses rows, the last step brings in the whole load; the text in front of the first chunk is
+computed before.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ class PlanStep:
     load_end: int
     """`begin` = nothing is brought in."""
     end: int | None
-    """None = the load ends in this step, and behind it is computed what there is room for."""
+    """None = the load ends in this step, and as much as has room is computed behind it."""
 
 
 def needs_steps(plan: RecomputePlan, step_len: int | None) -> bool:
-    """Whether a step has no room for the rows of the load and a token behind it.
+    """Whether one step has no room for the rows of the load and one token behind it.
 
     Args:
         step_len: rows of a step; None = any number.
@@ -46,18 +47,18 @@ def needs_steps(plan: RecomputePlan, step_len: int | None) -> bool:
 
 
 def next_step(plan: RecomputePlan, begin: int, most: int) -> PlanStep:
-    """The step of a plan that needs several, behind those in front of it.
+    """The next step of a plan that needs several.
 
     Args:
-        begin: position up to which the prompt is there, in front of the end of the load.
-        most: rows that the step may have.
+        begin: position up to which the prompt is done; less than the end of the load.
+        most: rows that the step may have at most.
     """
     assert plan.load_start <= begin < plan.load_end, f"{begin} is outside [{plan.load_start}, {plan.load_end})"
     if plan.selection is not None:
         ahead = lead_end(plan.chunks)
         return PlanStep(begin, min(ahead, begin + most)) if begin < ahead else PlanStep(plan.load_end, None)
     rows = plan.row_positions[np.searchsorted(plan.row_positions, begin) :]
-    tail_len = plan.prompt_len - plan.load_end  # computed at once where it can be
+    tail_len = plan.prompt_len - plan.load_end  # computed in one step if it fits into one
     if not len(rows) or (len(rows) < most and not most - len(rows) < tail_len <= most):
         return PlanStep(plan.load_end, None)
     rows = rows[:most]
@@ -66,7 +67,7 @@ def next_step(plan: RecomputePlan, begin: int, most: int) -> PlanStep:
 
 
 def part_of(plan: RecomputePlan, begin: int, end: int) -> RecomputePlan:
-    """The plan of a request that has [0, begin) and is brought [begin, end) of the load."""
+    """The plan of one step: the request has [0, begin), and [begin, end) of the load is brought in."""
     chunks = tuple(_within(chunk, begin, end) for chunk in plan.chunks)
     first, last = np.searchsorted(plan.row_positions, (begin, end))
     num_reused = sum(chunk.num_reused for chunk in chunks)

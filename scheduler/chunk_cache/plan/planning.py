@@ -1,7 +1,7 @@
 """Planning: a prompt and what is stored of its chunks become a `RecomputePlan`.
 
-    make_plan             decide
-    replan_without_load   the same request when its chunks cannot be brought in after all
+    make_plan             decides
+    replan_without_load   plans the same request when its chunks cannot be brought in after all
 
 Promise: the same lookups give the same plan, on every rank.
 """
@@ -55,33 +55,31 @@ def make_plan(
     rope_starts: Sequence[int] | None = None,
     images: Sequence[Span] = (),
 ) -> RecomputePlan:
-    """Decide what happens to every token of one prompt.
+    """Decides what happens to every token of one prompt.
 
     Args:
         opts: the request; its spans lie within the prompt.
         default_method, default_ratio, default_options: the server's, used where the request names none.
         prefix_len: exact prefix, whole pages.
-        max_prefix_len: last position up to which anything may be brought in; the prompt's last token is always
-            computed, whatever it says.
+        max_prefix_len: position up to which KV may be brought in; in any case the prompt's last token is computed.
         page_size: the load is whole pages, its end rounded down.
         lookups: one per span; None for spans inside the prefix, and for all in mode off.
-        min_reuse_len: a chunk that would bring in fewer tokens is skipped; not where the request names a method or a
-            ratio, which is then what it gets.
+        min_reuse_len: a chunk that brings in fewer tokens is skipped, unless the request names a method or a ratio.
         chunk_keys: one per span.
         rankings: one per span, what the method ranks by, `[chunk length]`: its statistic of the variant that was
             found, the selector's scores, or how near words of the question stand; None = there are none.
         limit_reason: why a chunk behind `max_prefix_len` is skipped: ``prompt_end`` or ``logprobs``.
-        alpha: the server's; the budget of each chunk is its CFO where the request names no ratio and the method has
+        alpha: the server's. The budget of each chunk is then its CFO, if the request names no ratio and the method has
             the option. None = by ratio.
-        max_cfo: a chunk whose CFO is above it is computed instead. No request lowers its CFO here by a smaller alpha.
+        max_cfo: a chunk with a higher CFO is computed instead. A smaller alpha of the request does not lower this CFO.
         selector_reason: why a method that asks the selector has no scores; `STAND_IN` chooses then.
-        max_unknown_rows: rows of a step where the forward finds itself which it needs; where a method begins with more,
-            `STAND_IN` chooses. None = any number.
-        step_len: rows of a step; where what follows the load has more, `STAND_IN` chooses for a method that reads the
-            question. None = any number.
+        max_unknown_rows: most rows of a step in which the forward itself chooses rows; if a method begins with more,
+            `STAND_IN` chooses instead. None = any number.
+        step_len: most rows of a step; if more tokens follow the load, `STAND_IN` chooses instead of a method that reads
+            the question. None = any number.
         seam_len: as of `AllReused`.
-        has_states: the model keeps states, which are known behind a chunk and not within: it is reused whole, behind
-            its seam, or not at all.
+        has_states: the model keeps states, which are known at the end of a chunk but not within it: all of a chunk
+            behind its seam is reused, or nothing.
         rope_starts: rotary position of the first token of each span; None = where it stands in the prompt.
         images: of the prompt; no span cuts one.
     """
@@ -95,7 +93,7 @@ def make_plan(
     opts = _with_defaults(opts, method, default_options)
     ratio = method.effective_ratio(opts.ratio, default_ratio)
     if has_states and ratio == 0.0:
-        method = METHODS[Seams.name]  # reused in full is what lies behind a seam
+        method = METHODS[Seams.name]  # ratio 0: all but the seams is reused
     stood_in_for = None
     if selector_reason is not None and 0.0 < ratio < 1.0:
         stood_in_for, method, opts = selector_reason, *_stand_in(opts)
@@ -164,7 +162,7 @@ def make_plan(
     chosen = choose(method=method, opts=opts)
     if chosen.selection is not None:
         misfit = None
-        # Text in front of the first chunk goes ahead; the question is computed with the rows, and else a page.
+        # Text in front of the first chunk runs in earlier steps; the question, or else one page, with the rows.
         num_ahead = 0 if step_len is None else lead_end(chunks) - prefix_len
         num_behind = prompt_len - load_end if method.reads_question else page_size
         if max_unknown_rows is not None and chosen.num_rows - num_ahead + num_behind > max_unknown_rows:
@@ -196,17 +194,17 @@ def make_plan(
 
 
 def _with_defaults(opts: RequestOptions, method: Method, defaults: Options) -> RequestOptions:
-    """The request with the server's options of its method."""
+    """The request, with the server's options for its method."""
     if not defaults:
         return opts
     return replace(opts, options=tuple(sorted(method.with_defaults(dict(opts.options), defaults).items())))
 
 
 def _stand_in(opts: RequestOptions, drops: Sequence[str] = ()) -> tuple[Method, RequestOptions]:
-    """What serves a request in the place of a method that cannot; options that it does not have mean nothing then.
+    """The method that replaces one that cannot serve a request, and the request without options that it does not have.
 
     Args:
-        drops: options that it has, but that mean nothing either.
+        drops: options that it has, but that are left out too.
     """
     method = METHODS[STAND_IN]
     known = {option.name for option in method.options_schema} - set(drops)
@@ -214,7 +212,7 @@ def _stand_in(opts: RequestOptions, drops: Sequence[str] = ()) -> tuple[Method, 
 
 
 def _fallback_reason(mode: str, chunks: Sequence[ChunkPlan], num_reused: int) -> str | None:
-    """The client's own choice, or why the first of the stored chunks was not used, where none was."""
+    """Why nothing was reused: the mode that the client chose, or the reason of the first skipped chunk."""
     if mode == "off":
         return "off"
     if mode in EXACT_MODES:
@@ -225,7 +223,7 @@ def _fallback_reason(mode: str, chunks: Sequence[ChunkPlan], num_reused: int) ->
 
 
 def replan_without_load(plan: RecomputePlan, reason: str, begin: int | None = None) -> RecomputePlan:
-    """The same request with nothing brought in: its hits become skipped, with `reason` ("memory", "unsupported", …).
+    """Plans the same request with nothing brought in: its hits become skipped, with `reason`, such as "memory".
 
     Args:
         begin: what stands in front of it was brought in; None = nothing was.
@@ -311,7 +309,7 @@ def _plan_chunk(
         cfo=None if unit_cfo is None else rules.alpha * unit_cfo,
         unit_cfo=unit_cfo,
         other_system=None if lookup.other_system is None else rules.alpha * lookup.other_system,
-        # The first token has statistics, so they are what it is ranked by, wherever pages cut it; else we look later.
+        # If the first token has a statistic, it is ranked by that, wherever pages cut it; else see `_note_ranking`.
         ranked_by=rules.statistic if ranking is not None and ranking[dst_start - start] >= 0.0 else None,
     )
 
@@ -328,14 +326,14 @@ def _round_load(
     is_whole: bool,
     images: Sequence[Span],
 ) -> int:
-    """Cut the hits to whole pages, in place, and return the end of the load.
+    """Cuts the hits to whole pages, in place, and returns the end of the load.
 
-    Only the last hit is cut. Where that leaves too little of it the hit before it is the last, and so on; hits in the
-    middle keep their length, since the gaps between them are computed rows. `is_cut` says whether the limit already
-    cut chunk i, which is then the reason for what is missing.
+    Only the last hit is cut. If too little of it is left, it is skipped, the hit before it becomes the last, and so on.
+    Hits in the middle keep their length, since the gaps between them are computed rows. `is_cut[i]` says whether the
+    limit has already cut chunk i, and so is the reason if it is skipped.
 
-    Where chunks are reused whole or not at all (`is_whole`), none is cut: the last page is filled up with rows. So is
-    one that ends within an image.
+    If chunks are reused whole or not at all (`is_whole`), none is cut: the last page is filled up with computed rows,
+    as it is if it ends within an image.
     """
     load_end = prefix_len
     for i in range(len(chunks) - 1, -1, -1):
@@ -367,7 +365,7 @@ def _round_load(
 
 
 def _budget(chunk: ChunkPlan, ratio: float) -> float:
-    """The share of a reused chunk that its CFO asks to recompute; the ratio where none is known."""
+    """The share of a reused chunk to recompute by its CFO; the ratio where no CFO is known."""
     return ratio if chunk.cfo is None else share_to_fix(chunk.cfo)
 
 

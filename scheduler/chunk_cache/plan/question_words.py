@@ -17,15 +17,15 @@ from chunk_cache.methods import Ranking
 from chunk_cache.types import Span
 
 REACH = 16
-"""Tokens on either side of a word that it counts for, falling linearly (docs/quality.md)."""
+"""Tokens on either side of a word that it counts for, linearly less with distance (docs/quality.md)."""
 _NEARNESS = REACH + 1 - np.abs(np.arange(-REACH, REACH + 1))
 _SCALE = 1024
-"""What rarity is counted in: whole numbers add up alike on every processor."""
+"""Rarity is multiplied by it and rounded: integers add up alike on every processor."""
 _NO_WORD = 0
 
 
 class QuestionWords:
-    """Which token ids are the same word; of a word of several tokens each counts by itself.
+    """Which token ids are the same word; each token of a longer word counts by itself.
 
     Args:
         texts: of each token id from 0 on; ids that differ in case or in the space around them are the same word, and
@@ -42,7 +42,7 @@ class QuestionWords:
 
     @classmethod
     def of(cls, tokenizer: Any, num_ids: int) -> QuestionWords:
-        """By what a tokenizer makes of each id, special tokens left out; None = there is none."""
+        """From the text of each id by a tokenizer, special tokens left out; tokenizer None = each id is a word."""
         if tokenizer is None:
             return cls(None)
         # A slow tokenizer of transformers that is asked to skip special tokens collects them anew at every call.
@@ -51,9 +51,9 @@ class QuestionWords:
         return cls("" if token in special else _decode(tokenizer, token, skips) for token in range(num_ids))
 
     def rankings(self, token_ids: TokenIds, spans: Sequence[Span], question: Span) -> tuple[Ranking, ...]:
-        """For each span `[span length]`, 0 where no word of the question is within `REACH`.
+        """How near words of the question stand, for each span `[span length]`; 0 where none is within `REACH`.
 
-        A word counts log(tokens of all spans / times it stands in them), squared.
+        A word counts log(tokens of all spans / its occurrences in them), squared.
 
         Args:
             token_ids: the whole prompt, shape [prompt_len].

@@ -10,8 +10,8 @@ to be recomputed, .: computed because nothing is stored, >: computed behind the 
 The load is [load_start, load_end), whole pages. Inside it the rows of the forward are `row_positions` (R and .), behind
 it every position. So computed_tokens = (.) + (>), reused_tokens = (R) + (=), recomputed_tokens = (R).
 
-Where R is found during the forward (`selection`), `row_positions` are the rows that it begins with: all of the load
-where all are scored at a layer, only (.) where the question looks at what is stored and finds `num_late_rows` more.
+If R is found during the forward (`selection`), `row_positions` are the rows that it begins with: the whole load if all
+rows are scored at a layer; only (.) if the question finds `num_late_rows` more in the stored KV.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class RecomputePlan:
     num_reused: int
     fallback_reason: str | None = None
     selection: Selection | None = None
-    """What the forward itself must choose or drop; None = `row_positions` are all there is."""
+    """What the forward itself must choose or drop; None = nothing, `row_positions` are final."""
     num_late_rows: int = 0
     """Rows in the load that the forward adds once the question has found them."""
     images: tuple[Span, ...] = ()
@@ -74,12 +74,12 @@ class RecomputePlan:
 
     @property
     def num_asking(self) -> int:
-        """Rows that run twice: the question's forward computes them first, over what is reused."""
+        """Rows that run twice, first in a forward of the question over the reused KV."""
         return self.num_computed if self.num_late_rows else 0
 
     @property
     def num_saved(self) -> int:
-        """Rows that reuse has spared the prefill."""
+        """Rows that the prefill need not compute because of reuse."""
         return max(0, self.num_reused - self.num_recomputed - self.num_asking)
 
     @property
@@ -147,7 +147,7 @@ class RecomputePlan:
         return num_within(chunk.dst_start, chunk.dst_end, self.images)
 
     def recomputed_in(self, chunk: ChunkPlan) -> Rows:
-        """Positions of the chunk that are known to be recomputed before the forward; none where it chooses itself."""
+        """Positions of the chunk to recompute, as known before the forward; none if the forward itself chooses."""
         if self.selection is not None and self.selection.stage is not Stage.BEFORE:
             return self.row_positions[:0]
         first, last = np.searchsorted(self.row_positions, (chunk.dst_start, chunk.dst_end))
@@ -167,7 +167,7 @@ class RecomputePlan:
         )
 
     def __str__(self) -> str:
-        """A short table: what one reads when an answer is wrong."""
+        """A short table, to read when an answer is wrong."""
         lines = [
             f"prompt {self.prompt_len} = prefix {self.prefix_len} + reused {self.num_reused} + "
             f"computed {self.num_computed}; load [{self.load_start}, {self.load_end})",

@@ -60,9 +60,9 @@ def choose_rows(
 
     Args:
         keys, rankings: one per chunk; rankings of whole chunks.
-        budgets: per chunk the share that is recomputed, of a method that chooses before the forward; None = `ratio`.
+        budgets: per chunk the share to recompute, for a method that chooses before the forward; None = `ratio`.
         seam_len: as of `AllReused`.
-        images: of the prompt; a method finds the text beside them, as if each piece were a chunk.
+        images: of the prompt; a method chooses from the text around them, as if each piece of it were a chunk.
     """
     if load_start == load_end:
         return ChosenRows(_NO_ROWS, 0)
@@ -120,11 +120,11 @@ def _choose_in_forward(
 
 
 def blocks_of(chunks: Sequence[ChunkPlan], size: int) -> Rows:
-    """`[num_reused]` the block of each reused token of these chunks; they are counted on from chunk to chunk.
+    """The block of each reused token of these chunks, `[num_reused]`; numbers go on from chunk to chunk.
 
     Args:
         chunks: at least one, each of which reuses something.
-        size: tokens of a block; the first of a chunk begins with it, like a window.
+        size: tokens of a block; the first block of a chunk begins with the chunk, like a window.
     """
     parts: list[Rows] = []
     for chunk in chunks:
@@ -156,7 +156,7 @@ class _Choice:
         return cls(method, seed, size, threshold, block_size, fills_windows and size > 0)
 
     def best_of(self, chunk: ChunkPlan, key: bytes, ranking: Ranking | None, budget: float) -> list[Rows]:
-        """Offsets in the reused part of one chunk, by a budget of its own: one array."""
+        """Chosen offsets in the reused part of one chunk, by a budget of its own; a list of one array."""
         ranking = None if ranking is None else _reused_part(ranking, chunk)
         rows = self.method.rows_for_chunk(
             chunk.src_offset,
@@ -176,7 +176,7 @@ class _Choice:
         seam_len: int,
         ratio: float,
     ) -> list[Rows]:
-        """Offsets in the reused part of each chunk, by one budget for all of them."""
+        """Chosen offsets in the reused part of each chunk, by one budget for all of them."""
         chunks = [chunk for chunk, *_ in hits]
         parts = [
             np.full(chunk.num_reused, np.nan, dtype=np.float32) if ranking is None else _reused_part(ranking, chunk)
@@ -203,17 +203,17 @@ class _Choice:
     def within_windows(
         self, ratio: float, chunks: Sequence[ChunkPlan], choose: Callable[[float], list[Rows]]
     ) -> list[Rows]:
-        """For each chunk that part of a choice which lies in windows of which enough was chosen.
+        """For each chunk, the chosen rows that lie in windows in which enough rows were chosen.
 
         Args:
-            choose: by a ratio; of a larger one all that it chooses by a smaller one, and more.
+            choose: chooses by a ratio; by a larger ratio it chooses a superset.
         """
         if not self.fills_windows:
             return self._grouped(chunks, choose(ratio))
         num_tokens = sum(chunk.num_reused for chunk in chunks)
         budget = num_rows_at(ratio, num_tokens)
         least, most = budget, num_tokens
-        while least < most:  # the largest choice of which windows keep no more than the budget
+        while least < most:  # finds the largest choice of which windows keep at most the budget
             middle = (least + most + 1) // 2
             if sum(map(len, self._grouped(chunks, choose(middle / num_tokens)))) > budget:
                 most = middle - 1

@@ -30,12 +30,12 @@ class Selection:
 
     @property
     def asks_first(self) -> bool:
-        """Whether the question finds the rows in a forward in front of the one that computes the answer."""
+        """Whether the question finds the rows in an extra forward, before the one that computes the answer."""
         return self.stage is Stage.QUESTION or self.last_asked_layer is not None
 
     @property
     def last_asked_layer(self) -> int | None:
-        """The layer at which that forward ends; None = it is a whole one, or there is none."""
+        """The layer at which the extra forward ends; None = it runs all layers, or there is none."""
         return METHODS[self.method].last_asked_layer(self.options)
 
     @property
@@ -56,7 +56,7 @@ class Selection:
 
     @property
     def drift(self) -> float:
-        """How much of what recomputing changes is added to reused tokens that are not recomputed."""
+        """How much of the change by recomputing is added to reused tokens that are not recomputed."""
         value = METHODS[self.method].option(self.options, "drift")
         assert isinstance(value, float)
         return value
@@ -76,7 +76,7 @@ class Selection:
 def question_of(spans: tuple[Span, ...], prompt_len: int, answer_tokens: int = 0) -> Span:
     """The question: what lies behind the last chunk and in front of the answer; at least one token.
 
-    Where nothing lies there, it is the first token of the answer; in a prompt that ends in a chunk the last one.
+    If nothing lies there, it is the first token of the answer, or the last token of a prompt that ends in a chunk.
     """
     start = min(spans[-1][1] if spans else 0, prompt_len - 1)
     return start, max(prompt_len - answer_tokens, start + 1)

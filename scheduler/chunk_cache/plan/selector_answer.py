@@ -1,6 +1,6 @@
 """SelectorAnswer: what the auxiliary model found for one prompt, and which prompts ask for it.
 
-`asks_selector` depends on what every process of a server shares, so whoever asks and whoever waits agree.
+`asks_selector` depends only on what all processes of a server share, so the one that asks and the one that waits agree.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class SelectorAnswer:
     Attributes:
         rankings: per span `[chunk length]`, of the tokens of the model that is served; None = see the reason.
         reason: one of `REASONS`.
-        seconds: from the question to the answer.
+        seconds: from asking the selector to its answer.
     """
 
     rankings: tuple[Ranking, ...] | None

@@ -27,7 +27,7 @@ def check_method(
     """Checks a method with the options that a request gives it; `path` is where they stood.
 
     Args:
-        rows_are_fixed: why no method may work between layers, to follow on "which"; None = it may.
+        rows_are_fixed: why no method may work between layers, as a clause that follows "which"; None = methods may.
 
     Raises:
         ChunkCacheRequestError: the server cannot serve it.
@@ -48,7 +48,7 @@ def check_rows(opts: RequestOptions, default_ratio: float, most: int | None, pat
     """Checks that a method which begins with all rows of the chunks has room for them in one step.
 
     Args:
-        most: rows of a step in which only the forward finds which of them are needed; None = any number.
+        most: most rows of a step in which the forward itself chooses rows; None = any number.
 
     Raises:
         ChunkCacheRequestError: the request names such a method, and the chunks have more tokens.
@@ -65,7 +65,7 @@ def check_rows(opts: RequestOptions, default_ratio: float, most: int | None, pat
 
 
 def check_preparing(opts: RequestOptions, config: Config, path: str) -> None:
-    """Checks that a client stores no chunk for others where the server trusts what is warmed, or one system.
+    """Checks that a client stores no chunk for any prompt if the server limits `trust` or `system_prompts`.
 
     Raises:
         ChunkCacheRequestError: it would.
@@ -101,7 +101,7 @@ def defaults_problem(
     """Why a server cannot serve its own methods, or the options of its configuration; None = it can.
 
     Args:
-        methods: each with the words that name it in the sentence.
+        methods: the server's methods, each with the words that name it in the sentence.
         rows_are_fixed: as in `check_method`.
     """
     for one in METHODS.values():

@@ -26,10 +26,10 @@ class ChunkCacheFields:
 
     Attributes:
         options: the object without the keys of these routes, not yet checked; None = there is no object.
-        path: where it stands.
+        path: JSON path of that object.
         marks, parts: whether marks of other services, and parts of messages, are chunks; None = as the server says.
         passages: `chunks`.
-        template: how they are written; None = the default.
+        template: how passages are written; None = the default.
         blank: the paths of those of `chunks` that have no visible text.
     """
 
@@ -83,8 +83,8 @@ def read_documents(value: object, path: str, separator: str) -> tuple[dict[str, 
     """The `documents` of a chat: strings, or objects with a text, as vLLM and Hugging Face take them.
 
     Returns:
-        by path objects, each with a `text`; what else they hold is for the model's own template. The paths of those
-        without visible text, which are left out.
+        the documents by path, as objects with a `text` (other fields are for the model's own template), and the paths
+        of those without visible text, which are left out.
 
     Raises:
         ChunkCacheRequestError: it is no such list, or a document has no text.
@@ -111,7 +111,7 @@ def read_documents(value: object, path: str, separator: str) -> tuple[dict[str, 
 
 
 def as_passages(documents: Mapping[str, Mapping[str, Any]]) -> tuple[Passage, ...]:
-    """Documents for which the model's own template has no place."""
+    """Documents as passages, for a model whose own template has no place for documents."""
     return tuple(
         Passage(document["text"], path, str(document.get("id") or ""), document.get("title") or "")
         for path, document in documents.items()

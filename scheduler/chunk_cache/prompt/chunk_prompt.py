@@ -1,6 +1,6 @@
 """ChunkPrompt: the marked chunks of one prompt, and what its client asked for.
 
-What later chunks stand behind are the *pieces* of a prompt: its chunks, and the texts between them where there are any.
+The *pieces* of a prompt are its chunks and the texts between them; those in front of a chunk are its context.
 `piece_spans` says where they lie, `num_pieces_before` how many stand in front of a chunk, `piece_keys` names them.
 """
 
@@ -24,23 +24,23 @@ if TYPE_CHECKING:
 
 
 def piece_spans(spans: Sequence[Span]) -> list[Span]:
-    """Each chunk, and behind it the text up to the next where there is any."""
+    """The spans of all pieces: each chunk, and the text from its end to the next chunk, if there is any."""
     gaps = [*((end, start) for (_, end), (start, _) in pairwise(spans)), (0, 0)]
     return [part for chunk, gap in zip(spans, gaps, strict=False) for part in (chunk, gap) if part[0] < part[1]]
 
 
 def num_pieces_before(spans: Sequence[Span], chunk: int) -> int:
-    """Pieces in front of a chunk."""
+    """Number of pieces in front of a chunk."""
     return chunk + sum(end < start for (_, end), (start, _) in pairwise(spans[: chunk + 1]))
 
 
 def piece_keys(
     partition: Partition, token_ids: TokenIds, spans: Sequence[Span], keys: Sequence[bytes]
 ) -> tuple[bytes, ...] | None:
-    """One for each of `piece_spans`; None where the chunks are all pieces.
+    """A key for each of `piece_spans`; None if there are no texts between chunks.
 
     A text between chunks is hashed with the chunk in front of it, so that the same line feed behind another passage is
-    another piece; behind that hash stands one of the text alone (`chunk_cache.keys.text_names`).
+    another piece; a hash of the text alone is appended (`chunk_cache.keys.text_names`).
 
     Args:
         token_ids: the whole prompt, shape [prompt_len].
@@ -59,10 +59,10 @@ def piece_keys(
 
 @dataclass(slots=True)
 class Memo:
-    """What `ChunkManager` found and planned last for a prompt, and at which state of index and store; its own.
+    """What `ChunkManager` last found and planned for a prompt, and at which version of index and store; for it alone.
 
     Attributes:
-        words: rankings by words of the question, at any state.
+        words: rankings by words of the question, valid at any version.
     """
 
     lookups: dict[int, Lookup] = field(default_factory=dict)
@@ -83,7 +83,7 @@ class ChunkPrompt:
         partition: its namespace; chunks of another one are never found.
         unsupported: it uses a feature that reuse does not support, so it is served exactly.
         is_discovered: its chunks were found in a prompt without marks.
-        pieces: `piece_keys`; None = no text stands between the chunks, which are all pieces.
+        pieces: `piece_keys`; None = no text stands between the chunks, so that `keys` are all pieces.
         token_ids: the whole prompt, shape [prompt_len]; None where only its chunks are known.
         images: spans of its images, ascending; each is a run of ids that stand for its content.
         rope_starts: rotary position of the first token of each chunk; None = where it stands in the prompt, as always
@@ -125,7 +125,7 @@ class ChunkPrompt:
 
     @property
     def all_pieces(self) -> tuple[bytes, ...]:
-        """One object for the contexts of all chunks."""
+        """Keys of all pieces, one object for all chunks; the context of a chunk is the beginning of it."""
         return self.keys if self.pieces is None else self.pieces
 
     @property
@@ -144,7 +144,7 @@ class ChunkPrompt:
         return self.options.spans[chunk][0] if self.rope_starts is None else self.rope_starts[chunk]
 
     def has_images_up_to(self, chunk: int) -> bool:
-        """Whether an image stands in a chunk or in front of it: its KV follows from more than token ids."""
+        """Whether an image stands in a chunk or in front of it: its KV depends on more than token ids."""
         return bool(self.images) and self.images[0][0] < self.options.spans[chunk][1]
 
     def length(self, chunk: int) -> int:

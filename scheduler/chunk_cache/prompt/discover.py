@@ -1,14 +1,13 @@
 """Discoverer: finds passages in prompts that nobody marked (`--chunk-cache-discover`).
 
-    note    a chunk that was marked: it is found in later prompts wherever it stands
-    find    the passages of a prompt that were there before; what the prompt has is learnt
+    note    learns a marked chunk: it is found in later prompts wherever it stands
+    find    finds the passages of a prompt that were there before, and learns the prompt
 
-A prompt is looked at through a hash of every window of `WINDOW` tokens, where the hash says so: about one window in
-`SPACING`, the same ones wherever a text stands (content-defined boundaries). A known chunk is found by the first of
-those in it. What is not known is compared with earlier prompts at every second of those, and the longest run of equal
-tokens around such a place is a passage, which is known from then on. Its ends are cut by `TRIM` tokens, since what
-separates passages, and tokens across their ends, may change from prompt to prompt. What two prompts begin with alike
-is left to the exact prefix cache.
+Every window of `WINDOW` tokens is hashed, and about one in `SPACING` is a *boundary*, by its hash alone: so a text has
+the same boundaries wherever it stands (content-defined boundaries). A known chunk is found by its first boundary.
+Other text is compared with earlier prompts at about every second boundary; the longest run of equal tokens around it
+is a passage, which is known from then on. Both ends of the run are cut by `TRIM` tokens, since separators of passages,
+and tokens across their ends, may change. A common beginning of two prompts is left to the exact prefix cache.
 
 Promises: every match is verified token by token; prompts of another partition are never looked at; memory is bounded by
 `max_tokens`; equal calls give equal results on every rank. A call is a few passes of numpy over the prompt.
@@ -30,32 +29,32 @@ from chunk_cache.keys import Partition, TokenIds, chunk_key, int64_buffer
 from chunk_cache.types import Span
 
 WINDOW = 16
-"""Tokens of a hash; a passage is found where so many are equal."""
+"""Tokens of a window; at least so many must be equal for a passage to be found."""
 SPACING = 16
-"""One window in so many is looked up; a power of two. A chunk in which there is none is not found: 4 % of those of 64
+"""One window in so many is a boundary; a power of two. A chunk without a boundary is not found: 4 % of those of 64
 tokens, fewer of longer ones."""
 MIN_LEN = 64
 """Tokens of the shortest passage that is learnt."""
 TRIM = 8
-"""Tokens at either end of equal ones that do not count as the passage's."""
+"""Tokens at either end of a run of equal tokens that are not part of the passage."""
 MAX_TOKENS = 16_000_000
-"""4 bytes each, and about as much again for what finds them."""
+"""Tokens that are kept at most: 4 bytes each, and about as much again to find them."""
 MAX_PEERS = 64
-"""Known passages that begin alike; of more the shortest go, of these the oldest."""
+"""Most known passages with the same first boundary; of more the shortest is forgotten, of equal ones the oldest."""
 MAX_CHECKS = 512
-"""Known chunks that are compared with one prompt; a prompt of one token over and over meets many."""
+"""Most known chunks that are compared with one prompt; a prompt that repeats one token meets many."""
 
 _FACTOR = np.uint64(0x9E3779B97F4A7C15)
 _BASE = 0x9E3779B97F4A7C55
 
 Tokens: TypeAlias = npt.NDArray[np.int32]
 Boundary: TypeAlias = tuple[int, int]
-"""Where a window that is looked up begins, and its hash."""
+"""Where the window of a boundary begins, and its hash."""
 
 
 @dataclass(eq=False, slots=True)
 class _Known:
-    """A chunk: its tokens, `[length]`; the first window that is looked up stands at `offset` and has `value`."""
+    """A known chunk: its tokens, `[length]`, and its first boundary, at `offset` with the hash `value`."""
 
     key: bytes
     partition: Partition
@@ -89,8 +88,7 @@ class Discoverer:
     """See the head of this file.
 
     Args:
-        max_tokens: half of them for known chunks, of which those not seen for longest go first, half for the newest
-            prompts.
+        max_tokens: half of them for known chunks, the least recently seen forgotten first; half for the newest prompts.
     """
 
     def __init__(self, max_tokens: int = MAX_TOKENS) -> None:
@@ -105,7 +103,7 @@ class Discoverer:
 
     @property
     def num_chunks(self) -> int:
-        """How many are known."""
+        """Number of known chunks."""
         return len(self._known)
 
     def keys(self) -> Iterable[bytes]:
@@ -122,13 +120,13 @@ class Discoverer:
         return {"num_chunks": self.num_chunks, "num_kept_tokens": self.num_tokens} | asdict(self.counters)
 
     def note(self, partition: Partition, token_ids: TokenIds) -> None:
-        """A chunk is known from now on."""
+        """Learns a chunk."""
         tokens = _as_tokens(token_ids)
         if WINDOW <= len(tokens) <= self._max_len:
             self._note(partition, tokens)
 
     def find(self, partition: Partition, token_ids: TokenIds) -> tuple[Span, ...]:
-        """Passages of a prompt that were there before, ascending, disjoint; the prompt is learnt."""
+        """Finds passages of a prompt that were there before, ascending, disjoint; learns the prompt."""
         tokens = _as_tokens(token_ids)
         self.counters.num_prompts += 1
         self.counters.num_tokens += len(tokens)
@@ -146,7 +144,7 @@ class Discoverer:
         return tuple(spans)
 
     def forget(self, key: bytes) -> None:
-        """A chunk is not known any more, nor is any prompt, since it may be in them."""
+        """Forgets a chunk, and all prompts, since it may be in them."""
         one = self._known.pop(key, None)
         if one is not None:
             self._drop(one)
@@ -192,7 +190,7 @@ class Discoverer:
         self._known[key] = one
         self._known_len += len(tokens)
         peers = self._by_value.setdefault(one.value, [])
-        insort_left(peers, one, key=lambda peer: -len(peer.tokens))  # the longest that is there counts
+        insort_left(peers, one, key=lambda peer: -len(peer.tokens))  # longest first: the longest that matches counts
         if len(peers) > MAX_PEERS:
             self._drop(self._known.pop(peers[-1].key))
         while self._known_len > self._max_len:
@@ -248,7 +246,7 @@ class Discoverer:
         boundaries: Sequence[Boundary],
         spans: Sequence[Span],
     ) -> None:
-        """Keeps a prompt where it has boundaries outside of what is known."""
+        """Keeps a prompt if it has boundaries outside of known passages."""
         past = _Past(partition, tokens.copy())
         spans_left = iter((*spans, (len(tokens), len(tokens))))
         start, end = next(spans_left)
@@ -275,7 +273,7 @@ def _as_tokens(token_ids: TokenIds) -> Tokens:
 
 
 def _hashes(partition: Partition, tokens: Tokens) -> npt.NDArray[np.uint64]:
-    """`[len(tokens) - WINDOW + 1]`: of each window, other ones in each partition."""
+    """The hash of each window, `[len(tokens) - WINDOW + 1]`; other partitions have other hashes."""
     seed = np.frombuffer(chunk_key(partition, ())[:8], dtype=np.uint64)
     up, down = _powers(len(tokens))
     sums = np.zeros(len(tokens) + 1, dtype=np.uint64)
@@ -304,7 +302,7 @@ def _powers_up_to(length: int) -> npt.NDArray[np.uint64]:
 
 
 def _num_equal(a: Tokens, b: Tokens) -> int:
-    """Leading tokens that are equal; no more is looked at than about twice as many."""
+    """Number of leading tokens that are equal; looks at no more than about twice as many."""
     length, done, step = min(len(a), len(b)), 0, 64
     while done < length:
         end = min(done + step, length)

@@ -1,14 +1,14 @@
 """MarkedBody: what the body of a request asks of the chunk cache, read before SGLang drops what it does not know.
 
-Verbs: `read_body` finds that, puts tags around the chunks that a client has marked for another service, and names in
-`Marks.unused` those that are not used; `tag_passages`, `tag_documents` write what stands beside the messages.
+Verbs: `read_body` reads it, puts tags around the chunks that a client has marked for another service, and lists marks
+that are not used in `Marks.unused`; `tag_passages`, `tag_documents` write passages that stand beside the messages.
 
-What is a chunk, of a message of the user, of a tool or of the system, and never the last part of the prompt:
+These are chunks, in a message of the user, a tool or the system, except the last part of the prompt:
 - a text with `prompt_cache_breakpoint` or `cache_control`, where server or request say so (`marks`);
 - every text of a message with several parts, where server or request say so (`parts`);
 - a block `search_result` or `document` of the Anthropic route.
 
-Passages without visible text are left out, and named too.
+Passages without visible text are left out, and listed too.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _OFF = "off: --chunk-cache-marks"
 _BLANK = "no visible text"
 _NO_TEXT = "not on a text of the prompt"
 _HOLDERS = ("system", "messages", "input", "content", "source", "tools", "function", "tool_calls")
-"""Keys of a body in which clients mark something; what a tool is given, or takes, is its own."""
+"""Keys of a body under which marks are looked for; not the schemas of tools, whose keys are their own."""
 _MAX_DEPTH = 8
 """Objects inside each other that are searched for marks; a text of a document in the result of a tool is the sixth."""
 
@@ -63,7 +63,7 @@ class MarkedBody:
     Attributes:
         asked: the `chunk_cache` object of the request.
         documents: the `documents` of a chat, by path.
-        marks: the chunks that were marked otherwise than by spans, in tags where they stand.
+        marks: the chunks that were not marked by spans; they are in tags where they stand.
     """
 
     asked: ChunkCacheFields = field(default_factory=ChunkCacheFields)
@@ -80,10 +80,10 @@ class MarkedBody:
         return [{**one, "text": self.marks.tag(one["text"], Mark(path))} for path, one in self.documents.items()]
 
     def check_one_way(self) -> None:
-        """Checks that chunks are marked by spans or otherwise.
+        """Checks that chunks are marked either by spans or in other ways.
 
         Raises:
-            ChunkCacheRequestError: they are marked in both ways.
+            ChunkCacheRequestError: both.
         """
         marks = [*self.marks.own, *self.marks.foreign]
         if marks and self.asked.options and self.asked.options.get("spans"):
@@ -248,7 +248,7 @@ class _Part:
 
     Attributes:
         path: of its text, for messages.
-        fields: what of it SGLang writes into the prompt, in order; empty = no text.
+        fields: its texts that SGLang writes into the prompt, in order; empty = no text.
         mark: the path of the mark that the client has put on it; empty = none.
         is_passage: whether it is a passage by its kind, and not by a mark.
         role: of its message.
@@ -264,7 +264,7 @@ class _Part:
 
 
 def _mark(paths: list[str], parts: list[_Part], marked: MarkedBody, flags: MarkFlags) -> None:
-    """Tags the parts that are chunks, and names the marks that are not used; `paths`: of all marks."""
+    """Tags the parts that are chunks, and lists the marks that are not used; `paths` are those of all marks."""
     asked = marked.asked
     takes_marks = flags.marks if asked.marks is None else asked.marks
     takes_parts = flags.parts if asked.parts is None else asked.parts
@@ -313,7 +313,7 @@ def _check_part(part: _Part, separator: str) -> None:
 
 
 def _is_markable(part: _Part, separator: str) -> bool:
-    """Whether a text can be a chunk; one that is a part only, and has separators, marks its own."""
+    """Whether a part can be a chunk: it has text, and no separators, which would mark chunks inside it."""
     return any(field.has_text for field in part.fields) and all(separator not in field.text for field in part.fields)
 
 
@@ -371,7 +371,7 @@ def _block_parts(blocks: object, path: str, role: str, *, is_in_result: bool = F
 
 
 def _make_search_result(block: dict[str, Any], path: str) -> None:
-    """Makes of a document the block that SGLang knows how to write into a prompt: title, source, content.
+    """Turns a document into the block that SGLang can write into a prompt: title, source, content.
 
     Raises:
         ChunkCacheRequestError: it has no text.

@@ -1,18 +1,17 @@
 r"""MarkedIds: the token ids of a marked prompt, and where its chunks are.
 
-Verbs: `encode_marked`; `encode_prefix` and `encode_chunk`, for what is warmed and stands in no prompt yet. Promise: the
-ids are those of the same text without marks, which is tokenized once, as a whole. A chunk is a run of its tokens, by
-one rule:
+Verbs: `encode_marked`; `encode_prefix` and `encode_chunk`, for what is warmed and in no prompt yet. Promise: the ids
+are those of the same text without marks, which is tokenized once, as a whole. A chunk is a run of these tokens:
 
     text, in tokens  Read| this|:|\n|\n|Paris| is| in| France|.\n|Rome| is| in| Italy|.\n|\n|Who|?
     marked                           ~~~~~~~~~~~~~~~~~~~     ~~~~~~~~~~~~~~~~~
 
 - It begins with its first visible character, or with the space in front of that, wherever the mark stands: most
   tokenizers make one token of the two, and what is in front of a chunk must not depend on its first word.
-- It ends with its last letter or digit: signs and white space behind that become one token with each other and with
-  what follows, or not, so the same passage in front of another line break would be another chunk. Where no token
-  of it ends there (a letter and its accent may be one), it is its first token.
-- A token with other text of both sides of a mark belongs to neither.
+- It ends with its last letter or digit: signs and white space behind that may become one token with each other and with
+  what follows, so the same passage in front of another line break would be another chunk. If no token ends there
+  (a letter and its accent may be one), the chunk is its first token.
+- A token with visible text of both sides of a mark belongs to neither.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ class MarkedIds:
 
     @property
     def chunk_ids(self) -> tuple[str | None, ...]:
-        """What the client calls the chunks; empty = nothing."""
+        """The client's names of the chunks; empty = there are none."""
         ids = tuple(mark.id for mark in self.marks)
         return ids if any(ids) else ()
 
@@ -83,7 +82,7 @@ def encode_marked(tokenizer: Any, marked: MarkedText, encode_kwargs: Mapping[str
 
 
 def encode_chunk(tokenizer: Any, text: str, path: str) -> tuple[list[int], list[int]]:
-    """The ids of a chunk behind a line break, and of its end that is outside, with a line break.
+    """The ids of a chunk behind a line break, and those of what follows: its signs at the end, and a line break.
 
     Args:
         text: the chunk, with visible text.
@@ -98,7 +97,7 @@ def encode_chunk(tokenizer: Any, text: str, path: str) -> tuple[list[int], list[
 
 
 def encode_prefix(tokenizer: Any, text: str) -> list[int]:
-    """The ids of what stands in front of the first chunk, BOS included, whatever the chunk."""
+    """The ids of a text in front of the first chunk, BOS included; the same whatever the chunk."""
     if text and not text[-1].isspace():
         head, body, _ = _parts(tokenizer, text, {})
         return head + body
@@ -110,13 +109,13 @@ def _encode_whole(tokenizer: Any, marked: MarkedText, encode_kwargs: Mapping[str
     """The ids of the text, and the tokens of each piece."""
     text = marked.text
     asked = {"return_offsets_mapping": True, "return_special_tokens_mask": True}
-    unasked = {"return_attention_mask": False, "return_token_type_ids": False}  # a third of the time
+    unasked = {"return_attention_mask": False, "return_token_type_ids": False}  # they take a third of the time
     encoded = tokenizer(text, **encode_kwargs, **asked, **unasked)
-    own = np.flatnonzero(np.array(encoded["special_tokens_mask"]) == 0)  # those added around it have no place in it
+    own = np.flatnonzero(np.array(encoded["special_tokens_mask"]) == 0)  # special tokens have no place in the text
     first, last = (int(own[0]), int(own[-1]) + 1) if len(own) else (0, 0)
     places = np.array(encoded["offset_mapping"], dtype=np.int64).reshape(-1, 2)[first:last]
-    # Offsets may leave out white space (`trim_offsets`) or what a normalizer drops, which counts for the token behind
-    # it; tokens of one character overlap.
+    # Offsets may leave out white space (`trim_offsets`) or what a normalizer drops: both count for the token behind.
+    # Tokens of one character overlap.
     ends = np.maximum.accumulate(places[:, 1])
     starts = np.minimum(places[:, 0], np.concatenate([[0], ends[:-1]]))
     ranges: list[Span] = []

@@ -1,8 +1,8 @@
-"""MarkedText: a text that was cut into chunks and what stands between them; Marks: the chunks of one request.
+"""MarkedText: a text cut into its chunks and the texts between them; Marks: the chunks of one request.
 
 Verbs: `split_marked` (at the separators of the server), `Marks.tag` and `Marks.split`. A mark of any kind becomes a
-pair of *tags* around the chunk; they travel through whatever joins and renders the texts of a request, and are found
-again behind it.
+pair of *tags* around the chunk, which stay in the text while the request is joined and rendered, and are found again in
+the result.
 
 Promises: the pieces, put together, are the text without its marks. White space at either end of a chunk stays outside
 of its tags, because templates strip it. Nothing that a client sends can be taken for a tag: tags have a random part,
@@ -30,7 +30,7 @@ class Mark:
 
     Attributes:
         path: where the client marked it, for messages.
-        text: what must stand in the prompt, where the mark is ours; None = whatever stock SGLang makes of the text.
+        text: of a mark of ours, the text that must stand in the prompt; None = whatever stock SGLang makes of it.
         id: what the client calls it; None = nothing.
     """
 
@@ -40,7 +40,7 @@ class Mark:
 
     @property
     def is_foreign(self) -> bool:
-        """Whether the mark is of another service, and so must not change anything of the prompt."""
+        """Whether the mark is of another service, and so must not change anything in the prompt."""
         return self.text is None
 
 
@@ -99,7 +99,7 @@ def split_marked(text: str, separator: str, path: str) -> MarkedText | None:
 
 
 def _pieces(text: str, separator: str) -> tuple[str, ...]:
-    """`text.split(separator)`, but for what of a separator is a part of tags."""
+    """`text.split(separator)`, but separators within tags do not count."""
     pieces, at = [""], 0
     for start, end in (*(tag.span() for tag in _TAG.finditer(text)), (len(text), len(text))):
         first, *others = text[at:start].split(separator)
@@ -137,13 +137,13 @@ class Marks:
         return len(self._marks) >= MAX_CHUNKS
 
     def tags(self, mark: Mark) -> tuple[str, str]:
-        """Adds a chunk, and gives what to put before it and behind it."""
+        """Adds a chunk, and returns the tags to put before and behind it."""
         self._marks.append(mark)
         number = len(self._marks) - 1
         return f"<|chunk-{_NONCE}-{number}|>", f"<|/chunk-{_NONCE}-{number}|>"
 
     def tag(self, text: str, mark: Mark) -> str:
-        """`text` with tags around what of it is not white space at either end."""
+        """`text` with tags around it; white space at either end stays outside."""
         lead, core, trail = trimmed(text)
         opening, closing = self.tags(mark)
         return f"{lead}{opening}{core}{closing}{trail}"
@@ -154,7 +154,7 @@ class Marks:
         return "".join(piece if mark is None else self.tag(piece, mark) for piece, mark in pairs)
 
     def drop_foreign(self, reason: str, *, but: Iterable[Mark] = ()) -> None:
-        """Notes that no mark of another service is used, but some; a reason that is known already stands."""
+        """Notes that marks of other services are not used, except `but`; a reason that is noted already stays."""
         used = {id(mark) for mark in but}
         self.unused = {mark.path: reason for mark in self.foreign if id(mark) not in used} | self.unused
 
@@ -168,7 +168,7 @@ class Marks:
         return _TAG.sub(lambda tag: tag[0] if foreign_only and not self._of(tag).is_foreign else "", text)
 
     def split(self, text: str) -> MarkedText | None:
-        """Splits a text at its tags; None where something on its way has changed what is between those of ours."""
+        """Splits a text at its tags; None if tags, or the text between tags of ours, have changed since."""
         pieces, marks, number, end = [], [], None, 0
         for tag in _TAG.finditer(text):
             closes = bool(tag[1])

@@ -1,8 +1,8 @@
 """What the tensor-parallel ranks do with a chunk that each of them has searched for: they use what all found alike.
 
 A vote says what one rank found. Ranks that used different variants, or chose rows by different statistics, would
-compute different rows. An entry of which another rank has no part cannot be completed: it is forgotten, and all ranks
-write the chunk again.
+compute different rows. An entry that another rank lacks cannot be completed: it is forgotten, and all ranks write the
+chunk again.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ UNKNOWN, ABSENT = 0, 1
 
 
 class Verdict(Enum):
-    """What becomes of one chunk on each rank: it is used; it is not; it is not, and what was found is forgotten."""
+    """What becomes of one chunk on each rank: used; not used; not used, and what was found is forgotten."""
 
     SAME = 0
     DIFFERENT = 1
@@ -39,7 +39,7 @@ def vote_for(name: str, statistics: bytes, *, is_streamed: bool) -> int:
 
 
 def agree(votes: Sequence[int], reduce_max: Callable[[npt.NDArray[np.int64]], npt.NDArray[np.int64]]) -> list[Verdict]:
-    """The verdict on each chunk; all ranks come to the same.
+    """The verdict on each chunk, the same on all ranks.
 
     Args:
         reduce_max: the element-wise maximum over the ranks; asked once.

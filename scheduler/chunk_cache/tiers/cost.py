@@ -24,13 +24,13 @@ NUM_ERRORS = 256
 FORGET = 0.97  # weight of an observation after each later one: the last 33 or so count
 MIN_OBSERVATIONS = 8
 MAX_SURPRISE = 4.0
-"""After `MIN_OBSERVATIONS`, one that took more times its estimate counts as that many: a stall is no trend."""
+"""After `MIN_OBSERVATIONS`, an observation counts as at most so many times its estimate: a stall is no trend."""
 PRIOR_LATENCY_S, PRIOR_BYTES_PER_S, PRIOR_S_PER_ROW = 1e-4, 1e10, 1e-4
 """Latency, bandwidth and seconds per row before the first observation: a fast device and a slow model."""
 MIN_PATIENCE_S = 0.25
 """A load that takes this long is not given up for being slow: the first loads have no estimate."""
 PROBE_EVERY = 100
-"""Chunks of a tier in a row that would be computed sooner, of which one is loaded: only what is tried is learnt."""
+"""Chunks of a tier in a row that would be computed sooner, of which the last is loaded: costs are learnt from loads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class ThroughputRecord:
     s_per_byte: float = 1.0 / PRIOR_BYTES_PER_S
 
     def estimate(self, num_bytes: int, queued_bytes: int = 0) -> float:
-        """Seconds until a load is there that stands behind `queued_bytes`; their latencies overlap."""
+        """Seconds until a load is complete that waits behind `queued_bytes`; latencies overlap."""
         return self.latency_s + (num_bytes + queued_bytes) * self.s_per_byte
 
 
@@ -66,10 +66,11 @@ class PrefillRecord:
 
 
 class _Fit:
-    """seconds = coefficients . features by exponentially forgetting least squares, no coefficient below 0.
+    """seconds = coefficients . features, by non-negative least squares with exponential forgetting.
 
-    An error counts relative to the prior's estimate, so that small and large observations count alike. `pull` draws
-    each coefficient to its prior; it decides only what the observations leave open, such as latency at a single size.
+    An error counts relative to the prior's estimate, so that small and large observations count alike. `pull`
+    regularizes each coefficient to its prior; it decides only what the observations leave open, such as latency at a
+    single size.
     """
 
     def __init__(self, prior: Sequence[float], pull: Sequence[float]) -> None:
@@ -80,8 +81,8 @@ class _Fit:
         self._moment = np.zeros(len(prior))
 
     def observe(self, features: Sequence[float], seconds: float, subsets: Sequence[Sequence[int]]) -> None:
-        """`subsets`: the coefficients that may be above 0 together, all of them first where they may; some single one
-        must be among them."""
+        """`subsets`: sets of coefficients that may be above 0 together; the set of all, if allowed, first. At least one
+        set must be a single one."""
         assert 0.0 <= seconds < math.inf, f"it took {seconds} s"
         x = np.array(features)
         unit = float(x @ self._prior)
@@ -106,7 +107,7 @@ class _Fit:
 
 
 class Throughput:
-    """Learns what a load takes; the prior holds before the first one, and its latency while all are of one size."""
+    """Learns the seconds of a load; the prior holds before the first one, and its latency while all have one size."""
 
     def __init__(self) -> None:
         self._fit = _Fit((PRIOR_LATENCY_S, 1.0 / PRIOR_BYTES_PER_S), (1e-3, 1e-6))
@@ -125,7 +126,7 @@ class Throughput:
 
 
 class PrefillCost:
-    """Learns what a forward pass takes: in proportion to its rows until `MIN_OBSERVATIONS`, then as the record says."""
+    """Learns the seconds of a forward pass: proportional to rows until `MIN_OBSERVATIONS`, then as the record says."""
 
     def __init__(self) -> None:
         self._fit = _Fit((0.0, PRIOR_S_PER_ROW, 0.0), (1e-3, 1e-6, 1e-4))
@@ -139,11 +140,11 @@ class PrefillCost:
 
     @property
     def is_known(self) -> bool:
-        """Whether so many passes were seen that a saving may be stated."""
+        """Whether enough passes were seen to state a saving."""
         return self._fit.num >= MIN_OBSERVATIONS
 
     def saved_s(self, num_rows: int, num_keys: int) -> float | None:
-        """Seconds that a pass was spared by so many rows less; None = too few passes were seen."""
+        """Seconds that a pass took less because of `num_rows` rows less; None = too few passes were seen."""
         return self.record().marginal(num_rows, num_keys) if self.is_known else None
 
     def record(self) -> PrefillRecord:
@@ -187,8 +188,8 @@ class LoadOption:
     """A chunk that could be loaded: the rows that this spares, and the keys that the last of them sees.
 
     Attributes:
-        is_anyway: it is looked for whatever that costs: only a store that is asked may have it, or what a tier has is
-            better than another variant by more than its load.
+        is_anyway: it is looked for whatever that costs: only asking a store tells whether it has it, or a tier has a
+            variant that is better than another one by more than its load.
     """
 
     tier: str
@@ -204,7 +205,7 @@ class LoadPlan:
 
     Attributes:
         decisions: one for each option; None = it is looked for anyway.
-        is_short: it waits for less than the configured time, so what has not come then was slower than computing.
+        is_short: it waits for less than the configured time, so a chunk that is late was slower than computing it.
     """
 
     decisions: tuple[LoadDecision | None, ...]
@@ -218,8 +219,8 @@ class LoadDecision:
     ("slower") than computing; it is tried ("probe").
 
     Attributes:
-        load_s: from now on until the load would be there.
-        compute_s: that computing adds to the forward pass.
+        load_s: seconds from now on until the load would be complete.
+        compute_s: seconds that computing adds to the forward pass.
     """
 
     action: str
@@ -229,7 +230,7 @@ class LoadDecision:
 
 
 class LoadingController:
-    """Load or compute.
+    """Decides for each chunk whether it is loaded or computed.
 
     Args:
         overlaps: loads go on during the forward pass, layer by layer, so what it computes hides them too; otherwise
@@ -251,14 +252,14 @@ class LoadingController:
         ratio: float,
         timeout_s: float,
     ) -> LoadPlan:
-        """Decide for a request that begins to wait.
+        """Decides for a request that begins to wait.
 
-        It waits for twice what loads and computing were estimated to take, after `hidden_s`: an estimate may be wrong,
-        but not for ever.
+        After `hidden_s`, it waits for up to twice the estimated time of loads and computing, since estimates may be
+        wrong.
 
         Args:
             hidden_s: seconds that the request waits in the queue anyway.
-            ratio: of the tokens that are loaded, how many the pass computes again while layers arrive.
+            ratio: share of the loaded tokens that the pass computes again while layers arrive.
             timeout_s: the most that it waits.
         """
         options = [option for option in asked if not option.is_anyway]
@@ -287,9 +288,9 @@ class LoadingController:
         queued_bytes: Mapping[str, int],
         hidden_s: float,
     ) -> tuple[LoadDecision, ...]:
-        """Decide for the chunks of a request, greedily in order, as they share the channels.
+        """Decides for the chunks of a request, greedily in order, as they share the channels.
 
-        A chunk is loaded where that delays the first token by no more than computing it would. A load is there after
+        A chunk is loaded if that delays the first token by no more than computing it would. A load is complete after
         T_load = (queued bytes + its bytes) / throughput (footnote 6, with a latency), behind those decided before it.
 
         Args:
@@ -338,10 +339,10 @@ def layers_to_await(
     """Layers that must be there before the forward of a request begins, so that it never waits for one.
 
     Args:
-        load_s: that loading its chunks takes, one after another.
-        num_rows: that it computes where no chunk is brought in.
-        spared_lens: tokens of each chunk that is brought in, and would have been computed.
-        ratio: of these tokens, how many are computed again.
+        load_s: seconds that loading its chunks takes, one after another.
+        num_rows: rows that it would compute if no chunk were brought in.
+        spared_lens: tokens of each chunk that is brought in instead of computed.
+        ratio: share of these tokens that is computed again.
     """
     num_left = num_rows - sum(round((1.0 - ratio) * length) for length in spared_lens)
     return preload_depth(num_layers, load_s, prefill.estimate(max(num_left, 1), num_keys))

@@ -1,10 +1,10 @@
-"""Placing: which tiers a variant goes to, and what has to go there for it.
+"""Placing: which tiers a variant goes to, and which variants it replaces there.
 
-    targets    the tiers that a variant may go to at a moment
-    place      in which of them it is written, and which have it already
-    replace    what of a chunk goes when another variant of it arrives; None = the newcomer is not taken
+    targets    names the tiers that a variant may go to at a moment
+    place      decides to which of them it is written, and names those that have it already
+    replace    decides which variants of a chunk an arriving one replaces; None = it is refused
 
-What a tier evicts because it is full is its `TierLedger`'s to say.
+What a full tier evicts is decided by its `TierLedger`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Moment(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """A tier that a variant is written to; those it replaces go before."""
+    """A tier that a variant is written to; the entries that it replaces go first."""
 
     tier: str
     replaces: tuple[EntryId, ...]
@@ -41,7 +41,7 @@ class Write:
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """A tier that has the variant: what its use has counted in the pool is noted there."""
+    """A tier that has the variant already; the reuse frequency counted in the pool is noted there."""
 
     tier: str
 
@@ -72,7 +72,7 @@ def place(
 def targets(tiers: Sequence[str], moment: Moment, *, write: str) -> tuple[str, ...]:
     """The tiers that a variant may go to.
 
-    With `write: through` it goes to all at once, and again when it leaves the pool, to those that had no room. With
+    With `write: through` it goes to all at once, and when it leaves the pool again, to those that had no room. With
     `write: evict` it goes down by one tier when it leaves the one above. What was loaded goes up into host memory.
 
     Args:
@@ -90,14 +90,14 @@ def targets(tiers: Sequence[str], moment: Moment, *, write: str) -> tuple[str, .
 
 
 def replace(traits: Traits, peers: Mapping[K, Traits], max_variants_per_chunk: int) -> list[K] | None:
-    """What goes when a variant arrives; None = it is not taken.
+    """The peers that an arriving variant replaces; None = it is refused.
 
-    A prepared variant replaces another. Where there are enough of the chunk, the one that goes first of those that are
-    not better goes, as in the index.
+    A prepared variant replaces a prepared one. If the chunk has as many variants as it may, the first in eviction order
+    that is not better goes, as in the index.
 
     Args:
         traits: of the variant that arrives, which is none of `peers`.
-        peers: variants of the chunk that are there, in the order in which they go.
+        peers: variants of the chunk that are there, in eviction order.
     """
     prepared = [peer for peer, theirs in peers.items() if theirs.is_prepared] if traits.is_prepared else []
     if prepared or len(peers) < max_variants_per_chunk:

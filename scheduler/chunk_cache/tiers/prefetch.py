@@ -9,11 +9,11 @@
     cancel     a request is aborted; it leaves, and with it the loads that were not started and nobody else wants
     drain      entries that are there and that nobody wants any more: the queue gives up what was loaded for it
 
-An entry is loaded once, however many requests want it, and stays until the last of them has left; how its load went is
-no matter here. A state once reached stays: waiting turns into arrived or late (computed instead, as Cache-Craft section
-3.5 does for what has not arrived when the request is ready). Ranks see loads end at different times, but requests leave
-by `cancel` and `apply` only, so the queues of all ranks hold the same requests. No wall clock: `now` and deadlines are
-the caller's seconds.
+An entry is loaded once, however many requests want it, and stays until the last of them has left; whether its load
+succeeded plays no part here. A state once reached stays: waiting turns into arrived or late (computed instead, as
+Cache-Craft section 3.5 does for what has not arrived when the request is ready). Ranks see loads end at different
+times, but requests leave by `cancel` and `apply` only, so the queues of all ranks hold the same requests. No wall
+clock: `now` and deadlines are the caller's seconds.
 """
 
 from __future__ import annotations
@@ -75,17 +75,17 @@ class PrefetchQueue:
         """Loads under way, those that nobody wants any more included."""
 
     def __len__(self) -> int:
-        """Requests."""
+        """Number of requests."""
         return len(self._requests)
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._requests
 
     def want(self, request_id: str, entry_ids: Iterable[bytes], now: float, deadline: float) -> None:
-        """Ask for entries, in the order in which they should be loaded; named twice counts once.
+        """Asks for entries, in the order in which they should be loaded; one that is named twice counts once.
 
-        An entry that has arrived for a request that is still here has done so for this one, too. A request that wants
-        nothing, or what is all there, has arrived; else one whose deadline is over is late.
+        An entry that has arrived for a request still here has arrived for this one too. A request that wants only
+        entries that have arrived, or none, has arrived; any other is late if its deadline is over.
         """
         assert request_id not in self._requests, f"{request_id!r} is in the queue already"
         entries = {entry_id: self._entries.setdefault(entry_id, _Entry(entry_id)) for entry_id in entry_ids}
@@ -114,7 +114,7 @@ class PrefetchQueue:
         return None
 
     def complete(self, entry_id: bytes) -> None:
-        """One load is over. What nobody wants any more is drained at once."""
+        """Notes that one load is over. An entry that nobody wants any more is drained at once."""
         entry = self._entries.get(entry_id)
         assert entry is not None, f"{entry_id!r} is not wanted"
         assert entry.step is _Step.LOADING, f"{entry_id!r} is not being loaded, but {entry.step}"
@@ -128,7 +128,7 @@ class PrefetchQueue:
             self._forget(entry)
 
     def cancel(self, request_id: str) -> bool:
-        """Abort a request; False where it is not here. Loads under way go on, and are dropped when they end."""
+        """Aborts a request; False if it is not here. Loads under way go on, and are dropped when they end."""
         request = self._requests.get(request_id)
         if request is None:
             return False
@@ -149,7 +149,7 @@ class PrefetchQueue:
         return np.array([self.state_of(request_id) for request_id in request_ids], dtype=np.int64)
 
     def apply(self, request_ids: Sequence[str], votes: Votes) -> list[str]:
-        """The requests that wait no longer by the largest vote of all ranks, in the order given; they leave.
+        """Removes and returns, in the order given, the requests that wait no longer by the largest vote of all ranks.
 
         Ranks agree on who waits. Why a request waits no longer may differ: it is late on one rank, and has arrived on
         another.

@@ -1,21 +1,21 @@
 """What one bounded tier (host memory, a disk, a remote store) keeps, decided with ids and byte counts.
 
-    prepare_store    room for an entry: names what has to go; it is counted from here on, but not found
-    complete_store   the bytes are written, or not; from here on it is found
-    note_read        one read is over; what was corrupt is found no more
-    touch            a use; a read alone is none
-    discard, clear   forget; what is being written leaves when that is over
+    prepare_store    makes room for an entry and names the victims; it is counted from now on, but not found
+    complete_store   ends a write; if it succeeded, the entry is found from now on
+    note_read        ends a read; a corrupt entry is found no more
+    touch            counts a use; a read alone is no use
+    discard, clear   forget; an entry that is being written leaves when its write is over
 
-The ledger decides, workers copy. The evicted are gone at once, all that is needed or none. No wall clock and no set
-order: equal calls give equal results on every rank. A call is O(log entries), amortised over what it evicts. A
-partition that has its share makes room for its newcomer out of its own.
+The ledger decides, workers copy. Victims are gone at once, all that are needed or none. Nothing depends on a wall clock
+or the order of a set: equal calls give equal results on every rank. A call is O(log entries), amortised over what it
+evicts. A partition that has its share makes room for a new entry by evicting its own.
 
-The orders are those of `index.victims` (lru; least aged reuse frequency, Cache-Craft section 3.3), except that
-exact and derived entries go alike. Those hold variants and protect none; the heap here holds ids, and what may go.
+The eviction orders are those of `index.victims` (lru; least aged reuse frequency, Cache-Craft section 3.3), except that
+exact and derived entries are treated alike. The heap here holds keys, not variants, and only entries that may go.
 
-A store may hold tens of millions of chunks, so what is kept in mind of them is packed: the entries of a chunk are one
-string of bytes, which the garbage collector passes over. Where nothing ever goes, there is no heap. All else of a
-variant (tokens, context, statistics) is read from the tier when it is needed.
+A store may hold tens of millions of chunks, so what is kept in memory of them is packed: the entries of a chunk are one
+string of bytes, which the garbage collector skips. A tier without a bound has no heap. All else of a variant (tokens,
+context, statistics) is read from the tier when it is needed.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from chunk_cache.index.victims import AGEING, EVICTIONS
 from chunk_cache.keys import DEFAULT_PARTITION
 
 REFUSALS = ("stored", "writing", "leaving", "too_big", "protected", "partition_share")
-"""It is there; being written; discarded while it is written; too big for the tier; the rest is being written; too big
-for the share of its partition, or the rest of that is being written."""
+"""In this order: it is there; is being written; was discarded while it is written; is too big for the tier; has no room
+beside entries that are being written; is too big for the share of its partition, beside entries being written."""
 COUNTERS = (
     *("hits", "misses", "stores", "failed_stores", "evictions", "share_evictions", "evicted_bytes", "discards"),
     "corrupt",
 )
-"""Hits and misses are of `note_read`; stores are those then found; evictions and discards take what was found. Share
-evictions are those of a partition's own, since it had its share; they are among the evictions."""
+"""`note_read` counts hits and misses; stores are writes after which an entry is found; evictions and discards count
+found entries. Share evictions, for the share of a partition, are among the evictions."""
 
 
 class EntryId(NamedTuple):
@@ -58,7 +58,7 @@ class EntryId(NamedTuple):
 
 
 class Traits(NamedTuple):
-    """What is kept in mind of a variant beside its id."""
+    """What is kept in memory of a variant beside its id."""
 
     generation: int = 0
     is_prepared: bool = False
@@ -81,7 +81,7 @@ def context_digest(context: tuple[bytes, ...]) -> bytes:
 
 
 _Place: TypeAlias = tuple[float, int, bytes]
-"""Worth (0 with lru), last use, which no two share, key; the smallest goes first."""
+"""Worth (0 with lru), last use (of no other entry), key; the smallest goes first."""
 
 
 class _Entry(NamedTuple):
@@ -138,26 +138,26 @@ class TierLedger:
         self.age = 0.0  # what a newcomer is worth; 0 with lru
         self._ageing = ageing if eviction == "frequency-reuse" else None
         self._counters = dict.fromkeys(COUNTERS + tuple(f"refused_{reason}" for reason in REFUSALS), 0)
-        self._packed: dict[bytes, bytes] = {}  # by key, its entries, what is found in the order in which it was stored
+        self._packed: dict[bytes, bytes] = {}  # by key, its entries; those found in the order of their stores
         self._stored_bytes = 0
-        self._heap: list[_Place] = []  # of what is found, and some that are no longer current; where there is a bound
-        self._own_heaps: dict[bytes, list[_Place]] = {}  # the same of each partition, where there is a quota
-        self._writing_bytes: dict[bytes, int] = {}  # of each partition, those that are not found
+        self._heap: list[_Place] = []  # of found entries, and some stale ones; only with a bound
+        self._own_heaps: dict[bytes, list[_Place]] = {}  # the same of each partition, only with a quota
+        self._writing_bytes: dict[bytes, int] = {}  # of each partition, bytes of entries not found yet
         self._clock = 0
         self.observer: Observer | None = None
-        """Told what is found from now on, and no more; sizes are bytes."""
+        """Told which entries are found from now on, and which no more; sizes are bytes."""
 
     def __len__(self) -> int:
-        """How many are found."""
+        """Number of entries that are found."""
         return self._counters["stores"] - self._counters["evictions"] - self._counters["discards"]
 
     def __iter__(self) -> Iterator[EntryId]:
-        """What is found, in the order in which it goes."""
+        """The entries that are found, in eviction order."""
         stored = ((entry.place(key), entry) for key, entry in self._all() if entry.is_stored)
         yield from (entry.id_of(place[2]) for place, entry in sorted(stored))
 
     def keys(self) -> list[bytes]:
-        """Keys of the chunks of which something is there, being written or leaving."""
+        """Keys of the chunks that have an entry: found, being written or leaving."""
         return list(self._packed)
 
     def stats(self) -> dict[str, int]:
@@ -178,7 +178,7 @@ class TierLedger:
         return tuple(entry.id_of(key) for entry in self._of(key) if entry.is_stored)
 
     def peers_of(self, key: bytes) -> dict[EntryId, Traits]:
-        """The variants of a chunk that are found, in the order in which they go."""
+        """The variants of a chunk that are found, in eviction order."""
         found = sorted((entry for entry in self._of(key) if entry.is_stored), key=lambda entry: entry.place(key))
         return {entry.id_of(key): entry.traits for entry in found}
 
@@ -202,7 +202,7 @@ class TierLedger:
         partition: bytes = DEFAULT_PARTITION,
         traits: Traits = PLAIN,
     ) -> tuple[EntryId, ...] | None:
-        """The ids gone for it, first victim first; None = refused (`REFUSALS`, see `refusal`).
+        """Makes room for an entry; returns the victims in order; None = refused (`REFUSALS`, see `refusal`).
 
         Args:
             frequency: f_r that it comes with.
@@ -225,7 +225,7 @@ class TierLedger:
         return victims
 
     def complete_store(self, entry_id: EntryId, ok: bool) -> bool:
-        """The write is over; whether the entry is found from now on. One discarded meanwhile is not."""
+        """Ends a write; returns whether the entry is found from now on. One that was discarded meanwhile is not."""
         entry = self._get(entry_id)
         assert entry is not None, f"{entry_id} is not being written"
         assert not entry.is_stored, f"{entry} is not being written"
@@ -244,7 +244,7 @@ class TierLedger:
         return True
 
     def note_read(self, entry_id: EntryId, *, is_corrupt: bool) -> None:
-        """One read is over: a hit where the entry is found here, else a miss. What is corrupt is found no more."""
+        """Ends a read: a hit if the entry is found here, else a miss. A corrupt entry is found no more."""
         is_hit = self.contains(entry_id)
         self._counters["hits" if is_hit else "misses"] += 1
         if is_hit and is_corrupt:
@@ -252,7 +252,7 @@ class TierLedger:
             self.discard(entry_id)
 
     def touch(self, entry_id: EntryId, weight: float = 1.0) -> bool:
-        """Count a use; False where it is not found.
+        """Counts a use of an entry; False if it is not found.
 
         Args:
             weight: what it adds to f_r (`reusability.use_weight`).
@@ -264,12 +264,12 @@ class TierLedger:
         return True
 
     def note_frequency(self, entry_id: EntryId, frequency: float) -> None:
-        """An entry that is found was used elsewhere; its f_r is at least so much."""
+        """Notes that a found entry was used elsewhere, so that its f_r is at least `frequency`."""
         entry = self._found(entry_id)
         self._use(entry_id.key, entry._replace(frequency=max(entry.frequency, frequency)))
 
     def discard(self, entry_id: EntryId) -> bool:
-        """Find it no more; False where it was not there, or is leaving already."""
+        """Forgets an entry; False if it was not there, or is leaving already."""
         entry = self._get(entry_id)
         if entry is None or entry.state == b"l":
             return False
@@ -330,7 +330,7 @@ class TierLedger:
             del self._writing_bytes[partition]
 
     def _make_room(self, num_bytes: int, partition: bytes) -> tuple[EntryId, ...]:
-        """What its partition has too much first; nobody else's entries age by that."""
+        """Evicts what the partition has above its share first, which does not age the entries of others."""
         victims = []
         while self.quota.excess(partition, num_bytes) > 0:
             key, entry = self._pop_first(self._own_heaps[partition])
@@ -346,7 +346,7 @@ class TierLedger:
         return tuple(victims)
 
     def _pop_first(self, heap: list[_Place]) -> tuple[bytes, _Entry]:
-        """The entry that goes first of those in a heap, with its key."""
+        """Takes the first victim out of a heap; returns it with its key."""
         while True:
             _, last_use, key = heapq.heappop(heap)
             for entry in self._of(key):
@@ -371,7 +371,7 @@ class TierLedger:
             self._rebuild_heaps()
 
     def _rebuild_heaps(self) -> None:
-        """Without what is no longer current."""
+        """Makes the heaps anew, without stale entries."""
         stored = [(entry.partition, entry.place(key)) for key, entry in self._all() if entry.is_stored]
         self._heap = [place for _, place in stored]
         heapq.heapify(self._heap)
@@ -383,7 +383,7 @@ class TierLedger:
                 heapq.heapify(heap)
 
     def _take_out(self, key: bytes, entry: _Entry, counter: str) -> None:
-        """It is found no more."""
+        """Removes an entry that was found."""
         self._counters[counter] += 1
         self._stored_bytes -= entry.num_bytes
         self._remove(key, entry)
@@ -416,7 +416,7 @@ class TierLedger:
         return entry
 
     def _replace(self, key: bytes, entry: _Entry) -> None:
-        """In the place of that with its name."""
+        """Replaces the entry of the same name."""
         self._pack(key, [entry if other.name == entry.name else other for other in self._of(key)])
 
     def _pack(self, key: bytes, entries: list[_Entry]) -> None:

@@ -5,9 +5,9 @@
     failed    a variant could not be read
     expected  what will probably be read, and how much of the chunk need not be computed then
 
-The order is that of the pool (`index.peers`), where loading from a tier costs a share of what computing the chunk
-would take. A tier is asked while nothing better is known than what it may have. What a `TierLedger` keeps in mind of an
-entry (`Traits`) says what its CFO is at least; the tier itself says all.
+The order is that of the pool (`index.peers`); loading from a tier adds a cost, as a share of the time to compute the
+chunk. A tier is asked if it may have a better variant than those known. What a `TierLedger` knows of an entry
+(`Traits`) gives a lower bound of its CFO; only the tier itself knows all.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Held:
     names: frozenset[str]
     """`variant_name` of all variants of the chunk that the pool has; none of them is loaded."""
     worst_rank: Rank | None
-    """The pool takes none of a larger rank; None = of any."""
+    """The pool takes no variant of a larger rank; None = it takes any."""
 
     @property
     def is_of_use(self) -> bool:
@@ -75,7 +75,7 @@ class TierView:
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """The tier that is to say what it has of the chunk."""
+    """The tier to ask for its variants of the chunk."""
 
     tier: str
 
@@ -96,7 +96,7 @@ class Expected:
     share: float
 
     def num_rows(self, num_tokens: int) -> int:
-        """Rows that it spares of a chunk of so many tokens."""
+        """Rows that it spares of a chunk of `num_tokens` tokens."""
         return max(1, round(self.share * num_tokens))
 
 
@@ -112,7 +112,7 @@ def rank(
     """Variants that tiers have, the best first: those that fit and are better than what the pool has.
 
     Args:
-        found: with the names of their tiers, of equal ones the first first.
+        found: variants with the names of their tiers; equal ones keep their order.
         load_shares: by tier; see `TierView`.
     """
     fitting = [one for one in found if need.fits(one[1])]
@@ -130,14 +130,14 @@ def rank(
 
 
 def is_better(variant: Described, need: Need, held: Held) -> bool:
-    """Whether a variant that is there, loaded already, is better than what the pool has."""
+    """Whether a variant that is loaded already is better than what the pool has."""
     if held.has_prepared and _is_other_derived(variant):
         return False
     return order_of(need.unit_cfo(variant), variant.generation) < held.order
 
 
 def least_unit_cfo(traits: Traits, need: Need) -> float:
-    """The least CFO at alpha 1 of an entry of which a ledger knows this much."""
+    """A lower bound of the CFO at alpha 1 of an entry, by what a ledger knows of it."""
     if traits.is_prepared:
         return PREPARED_CFO
     return 1.0 if traits.context == PLAIN.context and need.context else 0.0
@@ -148,8 +148,7 @@ class VariantSearch(Generic[V]):
 
     Args:
         views: of the tiers that may be asked, the fastest first.
-        held: what the pool has; where that is of no use, all tiers are asked until one has a variant that fits, known
-            or not.
+        held: what the pool has; if that is of no use, tiers are asked until one has a variant that fits, known or not.
     """
 
     def __init__(self, need: Need, views: Sequence[TierView], held: Held = NOTHING_HELD) -> None:
@@ -180,17 +179,17 @@ class VariantSearch(Generic[V]):
 
     @property
     def has_other(self) -> bool:
-        """Whether the prompt is given another variant where nothing more is loaded."""
+        """Whether a variant of use is known already: that of the pool, or one of a tier that was asked."""
         return self._held.is_of_use or bool(self._ranked())
 
     @property
     def goes_on_anyway(self) -> bool:
-        """Whether it is of use whatever a load costs: for something better, or where nobody knows who has it."""
+        """Whether to search whatever a load costs: for a better variant, or since no tier is known to have one."""
         return self.has_other or self.expected is None
 
     @property
     def expected(self) -> Expected | None:
-        """None where no tier is known to have a variant that is better than the pool's."""
+        """What will probably be read; None if no tier is known to have a variant that is better than the pool's."""
         bounds = [
             (order, view.tier)
             for view in self._views
@@ -205,9 +204,9 @@ class VariantSearch(Generic[V]):
         return Expected(tier, max(0.0, min(1.0, share)))
 
     def likely(self, asked: Iterable[str]) -> Expected | None:
-        """The same, but that the first of the tiers `asked`, which others write to, may have all of the chunk.
+        """`expected`, or else that the first of the tiers `asked`, which others write to as well, has all of the chunk.
 
-        Where the pool has a variant that is of use, nothing is expected that nobody knows of.
+        If the pool has a variant that is of use, only known entries are expected.
         """
         first = next(iter(asked), None)
         return self.expected or (None if first is None or self._held.is_of_use else Expected(first, 1.0))
@@ -220,12 +219,12 @@ class VariantSearch(Generic[V]):
         return order_of(self._need.unit_cfo(variant) + self._load_shares[tier], variant.generation)
 
     def _better(self, view: TierView, ranked: Sequence[Found[V]]) -> Iterator[Order]:
-        """The best that entries may be, of those that may be better than all that was ranked and than the pool's."""
+        """Yields the best order of each entry that may be better than all that was ranked and than the pool's."""
         held, need = self._held, self._need
         met = {variant.name: variant for _, variant in self._found}  # the same may lie in several tiers
         worst = held.order
         best = self._order_of(ranked[0]) if ranked else worst
-        # Beside a prepared one other derived ones are passed over, whatever it costs itself.
+        # If one variant is prepared, other derived ones are passed over, whatever it costs itself.
         is_beside_prepared = held.has_prepared or any(v.is_prepared for _, v in ranked)
         is_derived = bool(ranked) and ranked[0][1].generation > 0 and not is_beside_prepared
         for name, traits in view.entries.items():
