@@ -15,14 +15,14 @@ import torch
 Backend: TypeAlias = str
 """auto, torch, triton or flashinfer; from a configuration, so `resolve_backend` refuses another.
 
-"triton without add_drift, kv_deviation" is triton but for these operations, which are torch's (`without`).
+"triton without add_drift, kv_deviation" is triton, except for these operations, which use torch (`without`).
 """
 Implementation = Literal["torch", "triton", "flashinfer"]
 _WITHOUT = " without "
 
 
 def without(backend: str, operations: Sequence[str]) -> Backend:
-    """`backend` but for these operations, by their folders' names, which are torch's."""
+    """`backend`, except for these operations (names of their folders), which use torch."""
     return f"{backend}{_WITHOUT}{', '.join(operations)}" if operations else backend
 
 
@@ -32,8 +32,8 @@ def resolve_backend(
     """Name the implementation of an operation for tensors on `device`.
 
     "auto" is Triton on a CUDA device where Triton is installed, torch elsewhere. An explicit choice is kept: "triton"
-    with CPU tensors is legal, as Triton's interpreter runs it. An operation without a FlashInfer version runs Triton's
-    beside those that have one.
+    with CPU tensors is legal, as Triton's interpreter runs it. With "flashinfer", operations that have no FlashInfer
+    version use Triton's.
 
     Raises:
         ValueError: `backend` is not one of the four names.
@@ -54,7 +54,7 @@ def resolve_backend(
 
 
 def check_dense(**tensors: torch.Tensor) -> None:
-    """The last of three dimensions lies in consecutive elements.
+    """Checks that the last of three dimensions lies in consecutive elements.
 
     Raises:
         ValueError: it does not; the message names the argument.
@@ -65,7 +65,7 @@ def check_dense(**tensors: torch.Tensor) -> None:
 
 
 def check_sinks(sinks: torch.Tensor | None, num_q_heads: int) -> None:
-    """Attention sinks, where there are any, are one of each query head.
+    """Checks that attention sinks, if there are any, are one per query head.
 
     Raises:
         ValueError: they are not.
@@ -83,7 +83,7 @@ def raw(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def rounded(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """`values` in `dtype`; to fp8 they saturate at its finite range, whatever torch's own conversion does there."""
+    """`values` in `dtype`; in fp8 they saturate at its finite range, whatever torch's own conversion does there."""
     if dtype.itemsize == 1:
         largest = torch.finfo(dtype).max
         values = values.clamp(-largest, largest)  # keeps NaN

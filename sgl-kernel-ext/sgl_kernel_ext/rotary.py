@@ -1,18 +1,17 @@
 """Rotary embeddings as a value: one inverse frequency per pair of dimensions.
 
-A key stored at position s and needed at position t is the stored key rotated by (t - s), whatever scaling the model
-uses, as long as every pair of dimensions turns at a fixed speed. `RotarySpec` holds these speeds, with all scaling
-already in them.
+A key that is stored for position s is moved to position t if it is rotated by (t - s), whatever scaling the model uses,
+as long as every pair of dimensions turns at a fixed speed. `RotarySpec` holds these speeds, with all scaling included.
 
     spec_from_sglang_rope(module)   read the spec from a rotary module, or refuse by name
     table_of(module)                the cos/sin table that the module really uses
     verify_spec(spec, table)        compare the spec with it, or raise
     rotation_table(spec, delta)     cos and sin of the angles a shift by `delta` positions turns through
     Turn(delta)                     the same, kept for several layers
-    rotate(keys, new, cos, sin, spec)    keys turned by them, in torch; `turned_by` says what that is
+    rotate(keys, new, cos, sin, spec)    keys turned by cos and sin, in torch; `turned_by` is the definition
 
-The first is a reading of attributes and may be wrong for a version it was not written for; the second proves it against
-the table itself. Use both, always.
+`spec_from_sglang_rope` reads attributes and may be wrong for a version it was not written for; `verify_spec` proves the
+spec against the table itself. Use both, always.
 """
 
 from __future__ import annotations
@@ -69,9 +68,9 @@ class RotarySpec:
 def rotation_table(spec: RotarySpec, position_delta: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """cos and sin of `position_delta * inv_freq`.
 
-    The product is taken in float64: in fp32 an angle of 1e6 radians is known to 0.06 only, in float64 to 1e-10. This
-    leaves the fp32 rounding of the model's own table, at most 2**-24 of the angle, as the only difference from a key
-    computed at the new position.
+    The product is computed in float64: in fp32 an angle of 1e6 radians is known to 0.06 only, in float64 to 1e-10. So
+    the only difference from a key computed at the new position is the fp32 rounding of the model's own table, at most
+    2**-24 of the angle.
 
     Args:
         position_delta: [n] int64, new position minus old position, any sign, any device.
@@ -114,7 +113,7 @@ class Turn:
 
 
 def rotate(old: torch.Tensor, new: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, spec: RotarySpec) -> None:
-    """Writes keys `old` turned into `new`, another tensor of the same shape.
+    """Turns keys `old` and writes them into `new`, another tensor of the same shape.
 
     Args:
         old, new: [n, num_kv_heads, head_dim] fp32.
@@ -135,7 +134,7 @@ def rotate(old: torch.Tensor, new: torch.Tensor, cos: torch.Tensor, sin: torch.T
 
 
 def turned_by(k: torch.Tensor, by: int, spec: RotarySpec | None) -> torch.Tensor:
-    """One token's K `[num_kv_heads, head_dim]` by the definition: pair i turns by `by` x inv_freq[i]."""
+    """One token's K `[num_kv_heads, head_dim]`, turned by the definition: pair i turns by `by` x inv_freq[i]."""
     if spec is None:
         return k
     half, new = spec.rotary_dim // 2, k.clone()
@@ -169,10 +168,10 @@ def llama3_inv_freq(
     original_len: int,
     device: torch.device | str = "cpu",
 ) -> torch.Tensor:
-    """Llama 3.1: long wavelengths divided by `factor`, short ones kept, a straight blend in between.
+    """Llama 3.1: low frequencies divided by `factor`, high ones kept, a linear blend in between.
 
-    `original_len` is the context length the model was trained with. The blend goes by the number of turns a pair makes
-    over that length: `low_freq_factor` turns or fewer are fully scaled, `high_freq_factor` or more not at all.
+    `original_len` is the context length the model was trained with. The blend depends on the number of turns a pair
+    makes over that length: with `low_freq_factor` or fewer it is fully scaled, with `high_freq_factor` or more kept.
     """
     inv_freq = default_inv_freq(base, rotary_dim, device)
     num_turns = original_len * inv_freq / (2 * math.pi)
@@ -215,17 +214,17 @@ def yarn_inv_freq(
 
 
 def table_of(rope: Any) -> torch.Tensor | None:
-    """`[num_positions, rotary_dim]` cos then sin, as a rotary module looks them up; None: it is none.
+    """`[num_positions, rotary_dim]` cos then sin, as a rotary module looks them up; None: it is no rotary module.
 
-    LongRoPE has two tables in one. The second begins anew behind the original context, where rows are no longer those
-    of a spec; it is looked up only where a forward has a position beyond.
+    LongRoPE has two tables in one. The second begins anew behind the original context, where rows no longer fit a spec;
+    it is used only if a forward has a position beyond that context.
     """
     found = (getattr(rope, name, None) for name in ("cos_sin_cache", "long_short_cos_sin_cache"))
     return next((table for table in found if table is not None), None) if hasattr(rope, "rotary_dim") else None
 
 
 def _device_of(rope: Any) -> torch.device | str:
-    """Where a module computed its frequencies: where its table is, but under `--rl-on-policy-target` on the CPU."""
+    """Where a module computed its frequencies: where its table is, except on the CPU under `--rl-on-policy-target`."""
     table = table_of(rope)
     assert table is not None, "a module that is read has a table"
     return "cpu" if getattr(rope, "_force_native", False) else table.device
@@ -276,7 +275,7 @@ def _from_yarn(rope: Any) -> RotarySpec:
 
 
 def _from_ntk(rope: Any) -> RotarySpec:
-    """Dynamic NTK by `factor`: SGLang makes its table once, for the longest prompt, so no frequency depends on one."""
+    """Dynamic NTK by `factor`: SGLang makes its table once, for the longest prompt, so frequencies are fixed."""
     factor = rope.scaling_factor
     return _with_larger_base(rope, factor * factor - (factor - 1))
 
@@ -304,7 +303,7 @@ _READERS: dict[str, Callable[[Any], RotarySpec]] = {
     "Llama3RotaryEmbedding": _from_llama3,
     "YaRNScalingRotaryEmbedding": _from_yarn,
     "DeepseekScalingRotaryEmbedding": _from_yarn,
-    # Of a text all three coordinates are its position.
+    # In a text, all three coordinates of a token are its position.
     "MRotaryEmbedding": _from_default,
     "YaRNScalingMRotaryEmbedding": _from_yarn,
     "DynamicNTKScalingRotaryEmbedding": _from_ntk,
@@ -329,9 +328,9 @@ def spec_from_sglang_rope(rope: Any) -> RotarySpec:
     The class must match exactly: a subclass may change the formula.
 
     The frequencies are computed on the device where the module computed its own, with the same operations, so they are
-    the same bits. Elsewhere they would not be: CUDA's powf is good to 4 ulp (CUDA C++ Programming Guide, mathematical
+    the same bits. On another they would differ: CUDA's powf is good to 4 ulp (CUDA C++ Programming Guide, mathematical
     functions), up to 8 * 2**-24 of the frequency, which at position 131072 turns a fast pair by up to 0.05 radians; and
-    Llama 3's blend multiplies it by up to (factor - 1) / 3, that is 10 for Llama 3.2.
+    Llama 3's blend multiplies this error by up to (factor - 1) / 3, that is 10 for Llama 3.2.
 
     Raises:
         UnsupportedRotaryError: the class is known not to be a fixed rotation per position, or is not known at all.
@@ -347,8 +346,8 @@ def spec_from_sglang_rope(rope: Any) -> RotarySpec:
 
 # --- the proof --------------------------------------------------------------------------------------------------------
 
-# Units of 2**-24 of itself to which an angle of the table is known: one for its fp32 product of position and frequency;
-# the rest for frequencies of llama3 and yarn, which are put together in another order here.
+# Error of an angle of the table, in units of 2**-24 of the angle: one for its fp32 product of position and frequency,
+# the rest for frequencies of llama3 and yarn, which are computed in another order here.
 _ANGLE_ULPS = 8
 
 

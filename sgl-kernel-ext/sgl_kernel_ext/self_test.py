@@ -5,7 +5,7 @@
     check_kernels   results for the shapes of one model; what a server runs at its start
 
 The cases of a model (`self_test_cases`) meet every compile key that its requests can meet, so that nothing compiles
-later. Triton compiles a key in one to two seconds, and once for all starts (it keeps them on disk).
+later. Triton compiles a key in one to two seconds, and only once, since it keeps them on disk.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Result:
     """One case of one implementation.
 
     Attributes:
-        error: the largest difference from the definition, as a share of what is allowed; above 1 it does not hold.
+        error: the largest difference from the definition, as a share of what is allowed; above 1 the case fails.
         seconds: of the first call, which compiles, with the copy of its result to the host.
         failure: what was raised instead of a result.
     """
@@ -56,7 +56,7 @@ def check_kernels(
 ) -> list[Result]:
     """Every case of `cases` by every implementation; an exception is a result.
 
-    An implementation that an operation does not have is left out: FlashInfer's is one of `sparse_extend`.
+    An implementation that an operation does not have is left out: FlashInfer has `sparse_extend` only.
     """
     results = []
     with torch.inference_mode():

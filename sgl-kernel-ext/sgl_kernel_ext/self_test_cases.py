@@ -3,7 +3,7 @@
     cases           of one model
     common_shapes   models that the command checks
 
-Inputs are small and poisoned: slots that nobody may read hold NaN.
+Inputs are small; slots that nobody may read hold NaN.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ class ModelShape:
         rotary_dim: leading dimensions of K that are rotated.
         sampled_heads: query heads that statistics look at.
         window: of layers that have one; -1 = none has.
-        latent_dim: leading dimensions of K that are V (MLA): K and V of one vector, of which the rest alone is turned.
+        latent_dim: leading dimensions of K that are V (MLA); only the other dimensions of K are rotated.
         has_unrotated: whether keys of some layers carry no position.
-        sinks: of what dtype they are, where each head has an attention sink (gpt-oss); None = it has none.
+        sinks: dtype of the attention sinks, one per head (gpt-oss); None = the model has none.
     """
 
     dtype: torch.dtype
@@ -76,8 +76,8 @@ class Case:
     """One call.
 
     Attributes:
-        run: given the name of an implementation, its results.
-        error: of those results, as in `Result`.
+        run: from the name of an implementation to its results.
+        error: from those results to their error, as in `Result`.
     """
 
     kernel: str
@@ -86,12 +86,12 @@ class Case:
     error: Callable[[Sequence[torch.Tensor]], float]
 
 
-# Results of attention are means of V, whose entries are of size 1: the rounding of weights and of the result. Of bf16
-# 2**-9 each, twice that for the largest of thousands of entries, and as much for the sums.
+# Results of attention are means of V, whose entries are of size 1. This allows the rounding of weights and of results:
+# in bf16 2**-9 each, twice that for the largest of thousands of entries, and as much for the sums.
 _ATTENTION_ERROR = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
-# Masses are sums of weights in fp32, of scores that are products of the same operands as the definition's.
+# Masses are sums of weights in fp32; their scores are products of the same operands as in the definition.
 _MASS_ERROR = 1e-4
-# One step of the dtype, and what fp32 leaves of a difference of two entries, or fp8's smallest number.
+# (relative, absolute): one step of the dtype; fp32's rounding of a difference of two entries, or fp8's smallest number.
 _ROTATION_ERROR = {
     torch.float32: (1e-6, 1e-6),
     torch.float16: (2.0**-10, 1e-6),
@@ -130,7 +130,7 @@ def _fill(buffer: torch.Tensor, slots: torch.Tensor, values: torch.Tensor) -> No
 
 
 def _share(found: torch.Tensor, expected: torch.Tensor, relative: float, absolute: float) -> float:
-    """The largest difference over what is allowed; infinite where `found` is not finite."""
+    """The largest difference, divided by what is allowed; infinite if `found` is not finite."""
     found, expected = found.double(), expected.double()
     share = (found - expected).abs() / (absolute + relative * expected.abs())
     return float(torch.where(found.isfinite(), share, float("inf")).max())
@@ -140,11 +140,11 @@ def _scales(shape: ModelShape) -> tuple[float, float]:
     return (_K_SCALE, _V_SCALE) if shape.kv_dtype in FP8 else (1.0, 1.0)
 
 
-# (kv_len, rows) of each request. Among few keys none are split: one key, no row, a whole prompt, runs and single rows,
-# over 64 rows and more requests than are searched at one time. A long request is split where there is a GPU to fill.
+# (kv_len, rows) of each request. Those of _SHORT have too few keys to be split: one key, no row, a whole prompt, runs
+# and single rows, over 64 rows, and more requests than are searched at one time. A long request is split on a GPU.
 _SHORT = [(1, [0]), (67, [0, 1, 5, 31, 32, 33, 64, 66]), (17, []), (150, list(range(150)))]
 _SHORT += [(300, sorted({*range(3, 300, 7), *range(200, 240)}))] + [(5, [i % 5]) for i in range(40)]
-_WINDOW = 70  # shorter than these, and no whole number of blocks
+_WINDOW = 70  # shorter than the longest of these, and not a whole number of blocks
 _LONG = [(4500, [0, 63, 64, 1000, *range(4400, 4460), 4498]), (9, [8])]
 
 
@@ -223,7 +223,7 @@ def _copy_rotate_cases(shape: ModelShape, device: torch.device) -> Iterator[Case
 
 
 def _attention_mass_cases(shape: ModelShape, device: torch.device) -> Iterator[Case]:
-    # Statistics look at some heads with the K of each, by segments; a question's rows at all heads.
+    # Statistics use some heads, each with a K of its own, and segments; a question's rows use all heads.
     yield Case("attention_mass", "of a question", *_attention_mass_case(shape, device))
     yield Case("attention_mass", "of chunks", *_attention_mass_case(shape, device, of_chunks=True))
 
@@ -261,7 +261,7 @@ def _question_mass_cases(shape: ModelShape, device: torch.device) -> Iterator[Ca
 
 
 def _question_mass_case(shape: ModelShape, device: torch.device, squared: bool) -> tuple:
-    """Two layers; keys of several pieces, questions of several tiles, an answer behind one of them."""
+    """A case of two layers: keys of several pieces, questions of several tiles, an answer behind one question."""
     rng = torch.Generator().manual_seed(0)
     kv_lens, starts, row_lens, num_layers = [700, 90], [640, 70], [50, 20], 2
     slots = torch.randperm(sum(kv_lens) + 9, generator=rng)[: sum(kv_lens)].to(device)
@@ -374,7 +374,7 @@ def _add_drift_case(shape: ModelShape, device: torch.device, spec: RotarySpec | 
 
 
 def shape_of(num_q_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, **others: Any) -> ModelShape:
-    """A common model's: dense heads of one size, all dimensions rotated, queries among K and V."""
+    """The shape of a common model: heads of one size, all dimensions rotated, queries that lie among K and V."""
     fields = {"kv_dtype": dtype, "v_head_dim": head_dim, "rotary_dim": head_dim}
     fields |= {"q_stride": (num_q_heads + 2 * num_kv_heads) * head_dim} | others
     return ModelShape(dtype=dtype, num_q_heads=num_q_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, **fields)

@@ -2,9 +2,9 @@
 
     upload        several host arrays to the device, in one copy
     Download      one tensor of the device to the host: it is read once it is there
-    host_buffer   memory of the host that such copies are made from and to
+    host_buffer   memory of the host for such copies
 
-Both go through page-locked memory: the driver may make a copy from or to any other memory wait for the stream.
+All use page-locked memory: with any other, the driver may let a copy wait for the stream.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ def upload(arrays: Sequence[npt.NDArray[Any]], device: torch.device | str) -> li
     on_host = packed.numpy()
     for begin, size, (dtype, group) in zip(begins, sizes, places.items(), strict=False):
         np.concatenate([arrays[i].reshape(-1) for i in group], out=on_host[begin : begin + size].view(dtype))
-    # Pinned memory is handed out again only behind the copies that read it.
+    # The allocator reuses pinned memory only behind the copies that read it.
     on_device = packed.to(device, non_blocking=True)
     uploaded: list[torch.Tensor | None] = [None] * len(arrays)
     for begin, size, (dtype, group) in zip(begins, sizes, places.items(), strict=False):
-        # Views of one dtype by one operation, however many there are.
+        # One operation makes all views of a dtype, however many there are.
         same = on_device[begin : begin + size].view(torch.from_numpy(np.empty(0, dtype)).dtype)
         for i, view in zip(group, same.split([arrays[i].size for i in group]), strict=True):
             uploaded[i] = view if arrays[i].ndim == 1 else view.view(arrays[i].shape)
@@ -78,7 +78,7 @@ class Download:
         return self._event is None or bool(self._event.query())
 
     def read(self) -> torch.Tensor:
-        """The tensor on the host; waits where it is not there yet."""
+        """The tensor on the host; waits until it is there."""
         if not self.is_there:
             self._event.synchronize()
         return self._value

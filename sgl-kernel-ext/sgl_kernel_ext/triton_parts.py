@@ -1,19 +1,19 @@
 """Parts that several Triton kernels share.
 
-    tanh, load_q                what the attention kernels compute and read alike
+    tanh, load_q                parts of all attention kernels
     pointer_at                  where one of many tensors lies
     scores_of, add_in_log2      scores of rows and keys, and sums of their exponentials
-    fp32_of_fp8, fp8_of_fp32    fp8 as bytes, in and out
+    fp32_of_fp8, fp8_of_fp32    numbers from fp8 bytes, and back
     load_fp32                   stored K or V, fp8 or not
     pairs                       the dimensions that a rotation turns together
     operand                     an element of K or V as a factor of a matrix product
-    dot_options, fp8_options    compile-time constants of those
+    dot_options, fp8_options    compile-time constants of the above
     score_options, scales_of    arguments of kernels that call `scores_of`
     addresses, constants        tables on the device that stay from call to call
     gpu_arch                    the GPU that is compiled for
 
 fp8 is read and written as bytes. GPUs from sm_89 on convert it themselves. For older ones Triton has no e4m3, and its
-interpreter's conversion loses NaN and carries: there integer arithmetic does the same, at twice the instructions for an
+interpreter's conversion loses NaN and carries. There integer arithmetic does the same, at twice the instructions per
 element (30 instead of 15, counted in what ptxas makes for sm_90 of `copy_rotate` with 8 heads x 128).
 """
 
@@ -58,7 +58,7 @@ def fp32_of_fp8(raw, MANTISSA: tl.constexpr, HAS_FP8: tl.constexpr):
     bits = raw.to(tl.int32)
     if MANTISSA == 2:
         return (bits << 8).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
-    # fp16 has one bit of exponent more and a bias that is larger by 8. It has other NaNs too.
+    # fp16 has one bit of exponent more and a bias that is larger by 8. Its NaNs have other bits.
     size = bits & 0x7F
     half = (((bits & 0x80) << 8) | (size << 7)).to(tl.uint16).to(tl.float16, bitcast=True)
     return tl.where(size == 0x7F, float("nan"), half.to(tl.float32) * 256.0)
@@ -70,14 +70,14 @@ def fp8_of_fp32(x, MANTISSA: tl.constexpr, HAS_FP8: tl.constexpr):
     BIAS: tl.constexpr = 7 if MANTISSA == 3 else 15
     LARGEST: tl.constexpr = 448.0 if MANTISSA == 3 else 57344.0
     if HAS_FP8:
-        # Without this, whether too large a number becomes infinite is up to Triton's version.
+        # Without this, it depends on Triton's version whether too large a number becomes infinite.
         x = tl.clamp(x, -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
         return x.to(tl.float8e4nv if MANTISSA == 3 else tl.float8e5).to(tl.uint8, bitcast=True)
     SMALLEST_NORMAL: tl.constexpr = 2.0**-6 if MANTISSA == 3 else 2.0**-14
     DROPPED: tl.constexpr = 23 - MANTISSA
     size = tl.minimum(tl.abs(x), LARGEST)
     bits = size.to(tl.int32, bitcast=True)
-    # Adding just less than half of what is kept rounds up what is above a tie; the last kept bit decides a tie.
+    # Adding just less than half of the last kept bit's value rounds up what is above a tie; that bit decides a tie.
     rounded = bits + ((1 << (DROPPED - 1)) - 1) + ((bits >> DROPPED) & 1)
     normal = (rounded >> DROPPED) - ((127 - BIAS) << MANTISSA)
     # The last bit of this sum is worth the smallest fp8 number: the addition rounds to a multiple of it, and its low
@@ -91,7 +91,7 @@ def fp8_of_fp32(x, MANTISSA: tl.constexpr, HAS_FP8: tl.constexpr):
 
 @triton.jit
 def load_fp32(ptr, at, mask, MANTISSA: tl.constexpr, HAS_FP8: tl.constexpr):
-    """What is stored, not scaled; 0 where the mask is not."""
+    """What is stored, not scaled; 0 outside of the mask."""
     x = tl.load(ptr + at, mask=mask, other=0)
     return fp32_of_fp8(x, MANTISSA, HAS_FP8) if MANTISSA > 0 else x.to(tl.float32)
 
@@ -116,7 +116,7 @@ def operand(x, q, MANTISSA: tl.constexpr, HAS_FP8: tl.constexpr):
 
 @triton.jit
 def pointer_at(table_ptr, i, DTYPE: tl.constexpr, IS_ALIGNED: tl.constexpr):
-    """Entry i of an `AddressTable` as a pointer; without knowing its alignment there are no 16-byte accesses."""
+    """Entry i of an `AddressTable` as a pointer; without `IS_ALIGNED` Triton makes no 16-byte accesses."""
     ptr = tl.load(table_ptr + i).to(tl.pointer_type(DTYPE))
     if IS_ALIGNED:
         ptr = tl.multiple_of(ptr, 16)
@@ -137,7 +137,7 @@ def scores_of(
 
 @triton.jit
 def add_in_log2(top, total, scores):
-    """The running `total * 2**top` of each row, with 2**scores of [rows, any] added; nothing yet is 0 * 2**-inf."""
+    """Adds 2**scores of [rows, any] to the running `total * 2**top` of each row, which begins as 0 * 2**-inf."""
     new_top = tl.maximum(top, tl.max(scores, 1))
     shift = tl.where(new_top == float("-inf"), 0.0, new_top)  # -inf - -inf is no number
     return new_top, total * tl.exp2(top - shift) + tl.sum(tl.exp2(scores - shift[:, None]), 1)
@@ -148,13 +148,13 @@ def dot_options(q: torch.Tensor) -> dict[str, object]:
     return {
         # TF32 keeps 10 bits of a mantissa: not enough where ratio 1.0 has to equal a full prefill.
         "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
-        # The interpreter keeps bfloat16 as 16-bit integers and would multiply those.
+        # The interpreter keeps bfloat16 as 16-bit integers and would multiply these.
         "UPCAST": triton.knobs.runtime.interpret and q.dtype == torch.bfloat16,
     }
 
 
 def gpu_arch() -> int:
-    """90 for sm_90, of the device that Triton launches on; 0 where there is none of NVIDIA's."""
+    """The architecture that Triton launches on, 90 for sm_90; 0 in its interpreter, or if it is not NVIDIA's."""
     if triton.knobs.runtime.interpret:
         return 0
     arch = triton.runtime.driver.active.get_current_target().arch
@@ -170,7 +170,7 @@ def fp8_options(dtype: torch.dtype) -> dict[str, object]:
 def score_options(q: torch.Tensor, group: int, k_dtype: torch.dtype, logit_cap: float) -> dict[str, Any]:
     """Options of a kernel that scores keys for rows of `q` [..., head_dim], `group` query heads to a key head."""
     head_dim = q.shape[-1]
-    # Without spills, and the 64 rows that sm_90's matrix products want.
+    # No spills, and the 64 rows that sm_90's matrix products want.
     block_rows, block_keys = (16, 32) if q.element_size() == 4 else (64, 64 if head_dim <= 128 else 32)
     return {
         "GROUP": group,
@@ -186,7 +186,7 @@ def score_options(q: torch.Tensor, group: int, k_dtype: torch.dtype, logit_cap: 
 
 
 def scales_of(sm_scale: float, logit_cap: float) -> tuple[float, float]:
-    """`score_scale` and `logit_cap` of `scores_of`; a cap stands between two scales: cap * tanh(score / cap)."""
+    """`score_scale` and `logit_cap` of `scores_of`; a cap has a scale on both sides: cap * tanh(score / cap)."""
     return sm_scale / logit_cap if logit_cap > 0 else sm_scale * LOG2_E, logit_cap * LOG2_E
 
 
@@ -196,7 +196,7 @@ class AddressTable(NamedTuple):
     on_device: torch.Tensor
     """[num_tensors] int64."""
     are_aligned: bool
-    """Whether all lie at multiples of 16 bytes. Nothing else says so of an address that a kernel loads."""
+    """Whether all lie at multiples of 16 bytes, which Triton cannot know of an address that a kernel loads."""
 
 
 def addresses(tensors: Sequence[torch.Tensor]) -> AddressTable:
@@ -218,9 +218,9 @@ def constants(values: tuple[float, ...], dtype: type[np.generic], device: torch.
     return _constants(values, dtype, device, stream)
 
 
-@functools.lru_cache(maxsize=1024)  # addresses of K and of V of all layers together, and of each by itself, by stream
+@functools.lru_cache(maxsize=1024)  # per stream: K and V addresses, of all layers together and of each by itself
 def _constants(values: tuple[float, ...], dtype: type[np.generic], device: torch.device, stream: int) -> torch.Tensor:
-    """`stream` is part of the key alone: the copy is not waited for, so only work behind it on its stream may read."""
+    """`stream` serves only as a cache key: nobody waits for the copy, so only later work of its stream may read it."""
     return upload([np.array(values, dtype=dtype)], device)[0]
 
 

@@ -1,7 +1,7 @@
 """AddedRows: rows that a forward adds in front of one request's extend.
 
-Verbs: `take_added_rows` (of all requests of a batch, once), `num_due_rows` (how many they are), `for_draft` (what a
-draft adds), `everything` (every token of a load whose KV does not arrive).
+Verbs: `take_added_rows` (of all requests of a batch, once), `num_due_rows` (how many they are), `for_draft` (rows that
+a draft adds), `everything` (every token of a load whose KV does not arrive).
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ class AddedRows:
     """Rows that a forward adds in front of one request's extend.
 
     Attributes:
-        positions: `[num_rows]` int64, ascending; rows that a question finds stand at any reused positions meanwhile.
-        begin: where the loaded range, or what is left of it, begins; None where nothing was loaded.
-        load: what was loaded for them; None where nothing was, or all of it is computed.
-        state: of the request; None as for `load`.
+        positions: `[num_rows]` int64, ascending; placeholders of rows that a question will find have any reused ones.
+        begin: where the loaded range, or what is left of it, begins; None if nothing was loaded.
+        load: what was loaded for them; None if nothing was, or all of it is computed.
+        state: of the request; None if `load` is.
     """
 
     positions: npt.NDArray[np.int64]
@@ -44,8 +44,8 @@ class AddedRows:
         return () if self.load is None else self.load.layer_copies
 
     def num_asking(self, num_layers: int) -> int:
-        """Rows of a forward in which the question finds rows, on top of these; of one that ends early the mean over the
-        layers of the model."""
+        """Rows of the extra forward in which the question finds rows; if it ends early, their mean over all layers of
+        the model."""
         if self.load is None:
             return 0
         last_layer = None if self.choice is None else self.choice.selection.last_asked_layer
@@ -54,13 +54,13 @@ class AddedRows:
 
     @property
     def choice(self) -> Choice | None:
-        """What is chosen or dropped among the rows during the forward; None: they all stay."""
+        """What is chosen or dropped among the rows during the forward; None: all rows stay."""
         if self.load is None or self.state is None or self.load.plan.selection is None:
             return None
         return Choice(self.state, self.load.plan, self.load.plan.selection)
 
     def for_draft(self) -> AddedRows:
-        """All that the model begins with: what it chooses during its forward is not chosen for a draft."""
+        """All rows that the model begins with: a draft does not follow the choices of the model's forward."""
         return AddedRows(self.positions if self.load is None else self.load.plan.row_positions, self.begin)
 
     def everything(self) -> AddedRows:
@@ -85,13 +85,13 @@ NOTHING_ADDED = AddedRows(NO_ROWS)
 
 
 def num_due_rows(batch: ScheduleBatch) -> int:
-    """Rows that the next forward of a batch adds, of all its requests; they stay due."""
+    """How many rows the next forward of a batch adds, over all requests; they stay due."""
     loads = [state.admission.load for req in batch.reqs if (state := state_of(req)) is not None]
     return sum(len(_positions_of(load.plan)) for load in loads if load is not None)
 
 
 def take_added_rows(batch: ScheduleBatch) -> tuple[AddedRows, ...] | None:
-    """What is due per request of the batch, once; None where no request was loaded since its last forward."""
+    """Takes the rows that are due, per request of the batch; None if no request was loaded since its last forward."""
     found = []
     for req in batch.reqs:
         state = state_of(req)

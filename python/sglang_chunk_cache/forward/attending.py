@@ -1,4 +1,4 @@
-"""SGLang's attention backend for the time of one forward, in which something else attends in its place or looks on.
+"""Patches SGLang's attention backend for one forward, so that something else attends in its place or looks on.
 
 Verbs: `attending` (scope of a forward), `attending_now` (what attends and looks on inside of it).
 
@@ -30,7 +30,7 @@ _SCOPE = "chunk_cache_scope"
 
 
 class _Ended(Exception):
-    """The last layer that is wanted is reached, on every rank."""
+    """Ends a forward at the last layer that is wanted, on every rank."""
 
 
 class Attention(Protocol):
@@ -43,7 +43,7 @@ class Attention(Protocol):
     def row_lens(self) -> list[int]: ...
 
     def for_metadata(self, batch: ForwardBatch) -> ForwardBatch | None:
-        """The batch that the backend's own metadata are made for; None: the backend does not attend, so none are."""
+        """The batch for which the backend prepares its metadata; None: it does not attend, so it prepares none."""
 
     def attend(
         self,
@@ -57,7 +57,7 @@ class Attention(Protocol):
     ) -> torch.Tensor: ...
 
     def finish(self) -> None:
-        """The forward has ended: what was made of its rows for all layers is given back."""
+        """Frees what was made of the forward's rows for all layers; the forward has ended."""
 
 
 @dataclass(frozen=True)
@@ -79,13 +79,13 @@ class ObservedRows:
 
 
 class Observer(Protocol):
-    """What looks on in a forward, without a trace in its result."""
+    """What looks on in a forward, without changing its result."""
 
     def observes(self, layer_id: int) -> bool:
         """Whether it looks at this layer."""
 
     def observe(self, seen: ObservedRows) -> None:
-        """One layer."""
+        """Looks at one layer."""
 
     def finish(self) -> None:
         """The forward has ended."""
@@ -108,7 +108,7 @@ def attending(
         loads: KV that must be in place before a layer attends.
         stock_positions: `[num_tokens]` for observers, where `attention` is None.
         states: what layers with states do; None = as in stock SGLang.
-        last_layer: of which K and V are written, nobody attends, and the scope ends with it; None = all layers.
+        last_layer: the layer at which the scope ends: its K and V are written, but nobody attends; None = all layers.
     """
     assert "forward" not in vars(backend), "forwards do not nest"
     stock_forward, stock_metadata = backend.forward, backend.init_forward_metadata
@@ -169,6 +169,6 @@ def attending(
 
 
 def attending_now(backend: AttentionBackend) -> tuple[Attention | None, Sequence[Observer]]:
-    """What attends in the place of `backend` (None: it does itself), and what looks on."""
+    """What attends in the place of `backend` (None: nothing does), and what looks on."""
     scope: tuple[Attention | None, Sequence[Observer]] = getattr(backend, _SCOPE, (None, ()))
     return scope

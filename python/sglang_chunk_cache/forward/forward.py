@@ -1,7 +1,7 @@
-"""Forward: what one forward of a batch computes, where that is not simply SGLang's.
+"""Forward: what one forward of a batch computes, if it is not simply SGLang's.
 
-Verbs: `announce` (of the forward of a batch), `announced` (what was), `TargetForwards.note` and `take` (what the
-model's forward of a batch adds, for the model that drafts behind it).
+Verbs: `announce` (attaches a `Forward` to its batch), `announced` (takes it from the batch), `TargetForwards.note` and
+`take` (rows that the model's forward of a batch adds, for the model that drafts behind it).
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class Part:
         attention: in the place of SGLang's backend; None = that one.
         observers: look on.
         states: what layers with states do; None = as in SGLang's forward of `batch`.
-        is_question: what it computes counts for what `observers` see of it, and the K and V that it writes.
-        last_layer: in which K and V are written, and it ends, without an output; None = it is a whole forward.
-        choose: places rows that the part in front has found into `batch`, and returns what attends; None = all rows
+        is_question: its output is not used: it runs for what `observers` see, and the K and V that it writes.
+        last_layer: the layer at which it ends without an output, once K and V are written; None = a whole forward.
+        choose: writes rows that the part in front has found into `batch`, and returns what attends; None = all rows
             were known.
     """
 
@@ -63,10 +63,10 @@ class Forward:
         parts: in the order in which they are computed. SGLang is given the batch of the last; the logits of the others
             mean nothing.
         added: rows that stand in front of each request's extend; None where no request has any.
-        timing: measures the forward; None = nobody asks.
+        timing: measures the forward; None = it is not measured.
         loads: KV that arrives during the forward; None = all is there.
-        instead: makes what is computed where it does not arrive, of the reason.
-        tail_lens: rows of each request's ordinary extend; None = of all rows the hidden states are wanted.
+        instead: given the reason why KV does not arrive, makes the forward that is computed in its place.
+        tail_lens: rows of each request's ordinary extend; None = the hidden states of all rows are wanted.
         first_rows: requests to verify whose first token follows from this forward, with their places in the batch.
     """
 
@@ -85,23 +85,23 @@ class Forward:
 
     @property
     def is_stock(self) -> bool:
-        """Whether it is simply SGLang's."""
+        """Whether the forward is simply SGLang's."""
         part = self.parts[-1]
         is_plain = part.attention is None and not part.observers and part.states is None
         return is_plain and self.timing is None and not self.first_rows
 
 
 def announce(forward: Forward) -> ForwardBatch:
-    """The batch that SGLang is given, whose forward is this one."""
+    """Attaches a forward to the batch that SGLang is given, and returns that batch."""
     if not forward.is_stock:
         setattr(forward.batch, _FORWARD, forward)
     return forward.batch
 
 
 def announced(batch: ForwardBatch) -> Forward | None:
-    """What was announced of a batch, once; None = its forward is SGLang's alone.
+    """Takes the forward that was attached to a batch; None = its forward is SGLang's alone.
 
-    The forward holds the batch, so a batch that still held its forward would live until Python collects circles.
+    A forward holds its batch: if the batch still held the forward, both would live until Python collects cycles.
     """
     forward: Forward | None = vars(batch).pop(_FORWARD, None)
     return forward
@@ -114,7 +114,7 @@ class TargetForwards:
         self._newest: tuple[ScheduleBatch, tuple[AddedRows, ...] | None] | None = None
 
     def note(self, batch: ScheduleBatch, forward: Forward) -> None:
-        """The model is about to compute a batch."""
+        """Notes the forward of a batch, which the model is about to compute."""
         self._newest = batch, forward.added
 
     def take(self, batch: ScheduleBatch) -> tuple[AddedRows, ...] | None:

@@ -1,6 +1,6 @@
-"""ForwardClock: how long forwards take, without waiting for any.
+"""ForwardClock: measures how long forwards take, without waiting for any.
 
-Verbs: `measuring` (a forward over so many rows runs inside), `harvest` (`cost` learns from those whose time is known).
+Verbs: `measuring` (a forward runs inside), `harvest` (`cost` learns from forwards whose time is known).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class ForwardClock:
         device: of the model; on a GPU the time is that between two events of its stream.
 
     Attributes:
-        cost: what they take, as far as is known.
+        cost: estimates the time of a forward from those measured.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -33,7 +33,8 @@ class ForwardClock:
 
     @contextlib.contextmanager
     def measuring(self, num_rows: int, num_keys: int) -> Iterator[None]:
-        """
+        """Measures the forward that runs inside.
+
         Args:
             num_rows: of all requests of the batch.
             num_keys: of the longest of them.
@@ -50,7 +51,7 @@ class ForwardClock:
         self._running.append((num_rows, num_keys, begin, end))
 
     def harvest(self) -> None:
-        """Each forward counts once, in order."""
+        """Tells `cost` of the forwards that have ended: each once, in order."""
         while self._running and self._running[0][3].query():
             num_rows, num_keys, begin, end = self._running.popleft()
             self.cost.observe(num_rows, num_keys, begin.elapsed_time(end) / 1e3)

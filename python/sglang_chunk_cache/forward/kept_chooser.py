@@ -1,7 +1,7 @@
 """KeptChooser: which tokens of prompts decoding keeps, by the attention of each prompt's last tokens (SnapKV).
 
-Verbs: `plan` (the prompts whose last tokens a forward computes), `observe` (one layer), `finish` (a prompt that has
-ended gets its choice), `choose_kept` (of scores).
+Verbs: `plan` (the prompts whose last tokens a forward computes), `observe` (one layer), `finish` (chooses for prompts
+that have ended), `choose_kept` (by scores).
 
 Promises: the forward's result is untouched. A row sees only keys in front of it, so a window that chunked prefill cuts
 is scored where its rows are computed. Scores live until the prompt ends, the choice until the request is packed; K is
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class _Job:
-    """Rows of one prompt's window, the last `num_rows` of request `request`, that see all keys in `slots`."""
+    """The last `num_rows` rows of request `request`, which belong to its window; they see the keys in `slots`."""
 
     packing: Packing
     kept: KeptTokens
@@ -49,7 +49,7 @@ class KeptChooser:
 
     @classmethod
     def plan(cls, batch: ScheduleBatch, kv_pool: Any, kernel: str, num_layers: int) -> KeptChooser | None:
-        """None where no row of a window is computed in this forward of `batch`."""
+        """The chooser for a forward of `batch`; None if no row of a window is computed in it."""
         jobs = []
         pool_rows = batch.req_pool_indices_cpu.tolist()
         for i, req in enumerate(batch.reqs):
@@ -65,7 +65,7 @@ class KeptChooser:
         return cls(jobs, kv_pool, kernel, num_layers) if jobs else None
 
     def observes(self, layer_id: int) -> bool:
-        """Every layer keeps tokens of its own."""
+        """True: every layer keeps tokens of its own."""
         return True
 
     def observe(self, seen: ObservedRows) -> None:
@@ -102,9 +102,9 @@ class KeptChooser:
 
 
 def choose_kept(scores: torch.Tensor, room: int) -> torch.Tensor:
-    """`[..., room]` int64 the best of `scores` `[..., n]` in each row, ascending; of equal scores the earlier.
+    """`[..., room]` int64: ascending places of the best of `scores` `[..., n]`; of equal scores the earlier one.
 
-    A token has the highest score among itself and its neighbours (max-pooling).
+    A token counts with the highest score among itself and its neighbours (max-pooling).
     """
     flat = scores.reshape(-1, 1, scores.shape[-1])
     pooled = torch.nn.functional.max_pool1d(flat, POOLING_LEN, stride=1, padding=POOLING_LEN // 2)

@@ -1,6 +1,6 @@
-"""Which of our kernels serve: those that agree with their definitions on the device at hand.
+"""Which of our kernels are used: those that agree with their definitions on the device at hand.
 
-Verb: `choose_kernel` (at the start of a server; on a GPU everything that serving can need is compiled by it).
+Verb: `choose_kernel` (at the start of a server; on a GPU it compiles everything that serving can need).
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ logger = logging.getLogger(__name__)
 
 
 def choose_kernel(asked: str, model_runner: Any, kv_pool: Any, layers: ModelLayers) -> str:
-    """The backend of our operations. With "auto", torch does each operation whose Triton kernel is wrong.
+    """The backend of our operations. With "auto", torch serves each operation whose Triton kernel is wrong.
 
     Args:
         asked: `kernel` of `--chunk-cache-config`.
 
     Raises:
-        StartRefused: the one that was asked for by name does not agree with its definition, or reads no FP8.
+        StartRefused: no kernel that may be used agrees with its definition, or the one named reads no FP8.
     """
     if asked == "flashinfer" and kv_pool.dtype in FP8:
         refuse('--chunk-cache-config: kernel: "flashinfer" does not read a KV cache in FP8; use "auto" or "triton".')
@@ -59,7 +59,7 @@ def choose_kernel(asked: str, model_runner: Any, kv_pool: Any, layers: ModelLaye
 
 
 def _by_itself(first: str, shape: ModelShape, prefill_backend: str) -> list[str]:
-    """What "auto" tries, in this order: FlashInfer's kernel beside FlashInfer's backend, where it fits the model."""
+    """Kernels that "auto" tries, in order: FlashInfer's first, if FlashInfer is the prefill backend and it fits."""
     kernels = [*dict.fromkeys((first, "torch"))]
     if prefill_backend != "flashinfer":
         return kernels
@@ -72,8 +72,8 @@ def _by_itself(first: str, shape: ModelShape, prefill_backend: str) -> list[str]
 
 
 def _failures(kernel: str, shape: ModelShape, device: torch.device) -> tuple[list[Result], set[str]]:
-    """What does not hold, which the log says, and all operations that were looked at."""
-    # FlashInfer's is one operation; the others are Triton's beside it.
+    """Results that do not agree with their definition, which are logged, and the names of all operations checked."""
+    # FlashInfer has one operation; Triton serves the others.
     results = check_kernels(shape, device, ("flashinfer", "triton") if kernel == "flashinfer" else (kernel,))
     seconds = sum(result.seconds for result in results)
     logger.info("Chunk cache: %s kernels, %d cases compiled and checked in %.1f s", kernel, len(results), seconds)

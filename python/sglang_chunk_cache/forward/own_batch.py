@@ -1,7 +1,7 @@
-"""OwnBatch: forwards of prompts that no request asked for, beside everything that serves requests.
+"""OwnBatch: forwards of prompts that no request asked for, apart from everything that serves requests.
 
-Verbs: `take_slots` (slots and a row, if there are so many), `OwnPrompt.batch` (an extend of some of its tokens),
-`close` (gives all back).
+Verbs: `take_slots` (slots and a row, if there are enough), `OwnPrompt.batch` (an extend of some of its tokens), `close`
+(gives all back).
 
 With data-parallel attention all ranks call for batches of equal lengths at the same time.
 
@@ -65,16 +65,16 @@ class OwnPrompt:
         self.move(slots)
 
     def move(self, slots: torch.Tensor) -> None:
-        """Lets it stand at these slots; those that it had are the caller's."""
+        """Moves the prompt to these slots; those that it had are now the caller's."""
         num_tokens, self.slots = len(self.token_ids), slots
         places = slots[:num_tokens].to(torch.int32)
         self._scheduler.req_to_token_pool.req_to_token[self.row, :num_tokens] = places
 
     def batch(self, positions: npt.NDArray[np.int64], behind: array[int] | None = None) -> ScheduleBatch:
-        """A batch of one extend, which computes `positions`, ascending, of a request that exists here only.
+        """A batch of one extend, which computes `positions` (ascending) of a request that exists here only.
 
         Args:
-            behind: the token behind each, whose log-probability is asked for; None = none is.
+            behind: the token behind each position, whose log-probability is wanted; None = none is.
         """
         scheduler, device = self._scheduler, self.slots.device
         end, length = int(positions[-1]) + 1, len(positions)
@@ -128,7 +128,7 @@ class OwnPrompt:
 
 
 def _states_for(rows: Any, row: int) -> torch.Tensor | None:
-    """Where the states of a row lie, `[1]`, which each batch begins from zero; None where the model has none."""
+    """Allocates a slot for the states of a row, `[1]`; each batch clears them first. None if the model has none."""
     if not hasattr(rows, "mamba_allocator"):
         return None
     slot: torch.Tensor | None = rows.mamba_allocator.alloc(1)

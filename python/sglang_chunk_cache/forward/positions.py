@@ -1,4 +1,4 @@
-"""Positions of the tokens of a batch, where SGLang's, which it counts from lengths, are not the true ones.
+"""True positions of the tokens of a batch, if those that SGLang counts from lengths are wrong.
 
 Verb: `stand_at`.
 """
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 
 
 def stand_at(batch: ForwardBatch, positions: torch.Tensor) -> None:
-    """Has the tokens of a batch stand at `positions`, `[num_tokens]` int64, which stays as it is.
+    """Gives the tokens of a batch these `positions`, `[num_tokens]` int64, which stay as they are.
 
-    With multimodal rope a token keeps how far its three coordinates are from its position: in a text not at all, behind
-    images by as much as they have more tokens than positions. The batch gets a copy of `positions`: some models add to
-    what they are given (Gemma 3 counts from 1).
+    With multimodal rope a token keeps the distance of its three coordinates from its position: none in a text; behind
+    images, by how much their tokens outnumber their positions. The batch gets a copy of `positions`, since some models
+    add to what they are given (Gemma 3 counts from 1).
     """
     if batch.mrope_positions is not None:
         batch.mrope_positions = batch.mrope_positions + (positions - batch.positions)

@@ -1,8 +1,8 @@
 """Choices among rows on the device: `keep_best`, `block_means`, `keep_where`, `group_mask`,
 `chunk_of`; none waits for the device.
 
-Sizes are known to the host before; where they are not (a mask), the caller brings the count. Ties go to the earlier
-row, so every tensor-parallel rank chooses alike.
+The host knows all sizes before; for a mask, the caller brings the count. Ties go to the earlier row, so every
+tensor-parallel rank chooses alike.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ def block_means(
 ) -> torch.Tensor:
     """For each row the mean score of the rows of its block, so that `keep_best` keeps whole blocks, the last in part.
 
-    A sum along a dimension and not by index, whose order a GPU does not promise.
+    Sums run along a dimension, not by index: a GPU does not promise the order of those.
 
     Args:
         scores: `[num_rows]` of the rows at these `positions`, which are distinct.
         block_at, blocks: see `selection.tables.Tables`.
 
     Returns:
-        `[num_rows]`; undefined of rows that are in no block.
+        `[num_rows]`; undefined for rows that are in no block.
     """
     at = scores.new_zeros(2, len(block_at) + 1)
     at.index_copy_(1, positions, torch.stack([scores, torch.ones_like(scores)]))
@@ -60,7 +60,7 @@ def keep_where(mask: torch.Tensor, num_kept: int) -> torch.Tensor:
 
 
 def chunk_of(positions: torch.Tensor, starts: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """Which of the ascending, disjoint ranges `[starts, ends)` each position lies in; -1 where in none."""
+    """Which of the ascending, disjoint ranges `[starts, ends)` each position lies in; -1 = none."""
     index = torch.bucketize(positions, starts, right=True) - 1
     inside = (index >= 0) & (positions < ends[index.clamp(min=0)])
     return torch.where(inside, index, -1)
@@ -69,12 +69,12 @@ def chunk_of(positions: torch.Tensor, starts: torch.Tensor, ends: torch.Tensor) 
 def group_mask(
     window: torch.Tensor, stays: torch.Tensor, window_lens: torch.Tensor, *, size: int, threshold: int
 ) -> torch.Tensor:
-    """Rows that lie in windows with more than `threshold` of `size` tokens among them (`methods.grouping`).
+    """Which rows stay: `stays`, and those in windows with more than `threshold` rows per `size` tokens (`grouping`).
 
     Args:
         window: `[num_rows]` int64, the window that each row lies in.
         stays: bool `[num_rows]`, rows that stay whatever their window, and do not count.
-        window_lens: `[num_windows]` int64, tokens of each window, `size` but where a chunk ends.
+        window_lens: `[num_windows]` int64, tokens of each window: `size`, or fewer at the end of a chunk.
 
     Returns:
         Bool `[num_rows]`.

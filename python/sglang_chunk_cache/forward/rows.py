@@ -1,9 +1,9 @@
-"""FusedRows: the rows of one fused forward, and the attention that serves them wherever they stand.
+"""FusedRows: the rows of one fused forward, and an attention for rows at any positions.
 
 Verbs: `FusedRows.build` (once per forward), `with_rows` (the same requests with other rows), `attend` (one layer).
 
-Promises: the requests of the batch go through one call of `SparseExtend` per layer, in which a row attends to every
-position up to its own, but for those that SGLang's backend serves `beside` it. K and V of the rows are written before
+Promises: except for requests that SGLang's backend serves `beside`, all requests of the batch go through one call of
+`SparseExtend` per layer, in which a row attends to every position up to its own. K and V of the rows are written before
 any row reads, as in every backend of SGLang.
 """
 
@@ -59,7 +59,7 @@ class FusedRows:
             ]
             own_positions = self._taken(own_positions, are_served=False)
         indptrs = [np.cumsum([0, *lens], dtype=np.int64) for lens in (self.kv_lens, own_lens)]
-        # The host reads them on the CPU and for FlashInfer; else no layer shall copy them.
+        # On the CPU and for FlashInfer the host reads them; otherwise they are uploaded once, not by every layer.
         on_host = self.row_positions.device.type == "cpu" or self.kernel.startswith("flashinfer")
         kv_indptr, row_indptr = (
             [one.tolist() for one in indptrs] if on_host else upload(indptrs, self.row_positions.device)
@@ -91,7 +91,7 @@ class FusedRows:
         return cls(kv_indices, row_positions, kv_lens, row_lens, kv_pool, kernel, beside)
 
     def with_rows(self, row_positions: torch.Tensor, row_lens: list[int]) -> FusedRows:
-        """The same requests with other rows, but for those that SGLang's backend serves; arguments as in `build`."""
+        """The same requests with other rows, except those that SGLang's backend serves; arguments as in `build`."""
         return dataclasses.replace(self, row_positions=row_positions, row_lens=row_lens)
 
     def slots_of(self, i: int) -> torch.Tensor:
@@ -113,7 +113,7 @@ class FusedRows:
         save_kv_cache: bool,
         **parts: Any,
     ) -> torch.Tensor:
-        """Writes K and V of the rows and attends: `[num_rows, num_q_heads * v_head_dim]`; `parts` are `whole_rows`'."""
+        """Writes K and V of the rows and attends: `[num_rows, num_q_heads * v_head_dim]`; `parts`: see `whole_rows`."""
         q, k = whole_rows(q, k, layer, parts)
         sinks = parts.get("sinks")
         if save_kv_cache and k is not None:
@@ -121,8 +121,8 @@ class FusedRows:
         if self.beside is None or not any(itertools.compress(self.row_lens, self.beside.are_served)):
             return self._attend_own(q, layer, sinks)
         view = copy.copy(batch)
-        view.out_cache_loc = self.beside.slots  # by which some read the rows' K
-        view._attn_output = None  # in a graph, room for all rows
+        view.out_cache_loc = self.beside.slots  # by which some backends read the rows' K
+        view._attn_output = None  # in a graph, it has room for all rows
         q = q.reshape(len(q), -1)  # as a model gives it to its backend
         their_k, their_v = (None if one is None else self._taken(one, are_served=True) for one in (k, v))
         their_q = self._taken(q, are_served=True)
@@ -131,7 +131,7 @@ class FusedRows:
         return self._joined(theirs, self._attend_own(self._taken(q, are_served=False), layer, sinks))
 
     def finish(self) -> None:
-        """The forward has ended; what the kernel has made of the whole prompt is given back."""
+        """Frees what the kernel has made of the index tensors; the forward has ended."""
         self._attention.forget()
 
     def _attend_own(self, q: torch.Tensor, layer: RadixAttention, sinks: torch.Tensor | None) -> torch.Tensor:
@@ -156,7 +156,7 @@ class FusedRows:
         return torch.cat([piece for piece, is_served in pairs if is_served == are_served])
 
     def _joined(self, served: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
-        """All rows, of those that were taken."""
+        """All rows in order, from the two parts that `_taken` made."""
         assert self.beside is not None
         rows, begins = (own, served), [0, 0]
         pieces = []

@@ -4,8 +4,8 @@ Verbs: `Runs.of` (on the host), `BackendRuns.for_metadata` (a batch as the backe
 
 To every attention backend a run [a, b) of a request is an extend of its own: the request's slots, a prefix of a tokens,
 b - a new ones. A causal mask then shows each row every position up to its own, since K and V of all rows of a layer lie
-in the pool before any row attends. So a fused batch is served by the kernels that serve stock SGLang's batches, and a
-plain request, which is one run, exactly as in stock.
+in the pool before any row attends. So the kernels of stock SGLang serve a fused batch, and serve a plain request, which
+is one run, exactly as in stock.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 MAX_KEYS = 1 << 26
 """Keys of all runs together that a backend's tables may name, at 4 or 8 bytes each."""
 WORTHWHILE_LEN = 8
-"""Rows per run of a request, on average, from which a backend is worth its while: it reads the prefix once per run."""
+"""Mean length of a request's runs from which SGLang's backend is worthwhile: it reads the prefix once per run."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Runs:
 
     @classmethod
     def of(cls, positions: Sequence[npt.NDArray[np.int64]], pool_rows: Sequence[int]) -> Runs:
-        """The runs of some requests: each with its rows' positions, ascending, and its row of `req_to_token`."""
+        """The runs of some requests, given the positions (ascending) and the row of `req_to_token` of each."""
         starts, lens, rows = [], [], []
         for own, row in zip(positions, pool_rows, strict=True):
             begins = np.flatnonzero(np.diff(own, prepend=own[:1] - 2) != 1)
@@ -67,12 +67,12 @@ class Runs:
         rows_stay: Sequence[bool],
         min_len: int,
     ) -> tuple[Runs, list[bool]]:
-        """Runs of the requests that a backend should serve, and which these are.
+        """Runs of the requests that a backend should serve, and for each request whether it is one of these.
 
         Args:
             positions, pool_rows: as of `of`.
-            rows_stay: of each request, whether none of its rows leaves before the last layer.
-            min_len: rows per run of a request, on average, if it has several.
+            rows_stay: for each request, whether none of its rows leaves before the last layer.
+            min_len: least mean length of a request's runs, if it has several.
         """
         serves = []
         for own, stays in zip(positions, rows_stay, strict=True):
@@ -137,7 +137,7 @@ class BackendRuns:
         return self._forward(q, k, v, layer, self.for_metadata(batch), save_kv_cache=False, **parts)
 
     def finish(self) -> None:
-        """The forward has ended; the backend keeps what it made."""
+        """Does nothing: the backend keeps what it made."""
 
 
 def view_of(batch: ForwardBatch, fields: Mapping[str, Any]) -> ForwardBatch:
@@ -171,7 +171,7 @@ class StockServedRequests:
     """Requests that SGLang's backend serves by runs, in a forward in which a kernel of ours serves others.
 
     Attributes:
-        are_served: of each request of the batch, whether it is one of them; none of their rows leaves.
+        are_served: for each request of the batch, whether it is one of them; none of their rows leaves.
         runs: of their rows.
         slots: of their rows, on the device.
     """

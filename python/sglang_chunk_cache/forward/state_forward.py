@@ -1,16 +1,16 @@
-"""StateForward: layers with states in one forward of a batch that reuses chunks, or computes some that will be.
+"""StateForward: layers with states, in one forward of a batch that reuses chunks or computes chunks to be reused later.
 
 Verbs: `StateForward.of` (on the host), `set_up` (once per forward), `forward` (one layer), `finish`.
 
-Rows of a request stand in runs, and between two of them lies what is reused. SGLang's kernels know no gap, so each run
-is a sequence of its own, and all are computed together, which takes as many launches for many runs as for few: the
-kernel first says what each run does to states, then one multiplication a run moves the states of its request over that
-run and over the gap behind it, and from there the kernel computes all rows. What runs do takes memory, so those of a
-large batch are computed in rounds. A batch without a gap is one round, which is SGLang's own forward.
+Rows of a request stand in runs; in the gap between two runs lie reused tokens. SGLang's kernels know no gaps, so each
+run is a sequence of its own, and all are computed together. That takes as many launches for many runs as for few: the
+kernel first finds the transition of each run, then one multiplication per run moves the states of its request over that
+run and over the gap behind it, and from there the kernel computes all rows. Transitions of runs take memory, so those
+of a large batch are computed in rounds. A batch without a gap is one round, which is SGLang's own forward.
 
-Chunks that will be remembered have their transition taken: the kernel runs over their rows again, with states that have
-further rows below: these begin as the identity and see values of zero, so they end as the operator, and what stands
-above them begins with zero and ends as the offset.
+Chunks that will be remembered have their transition taken. For that the kernel runs over their rows again, with further
+rows below each state: these begin as the identity and see values of zero, so they end as the operator. The state above
+them begins with zero and ends as the offset.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 _FindStarts = Callable[[Callable[..., Any], dict[str, Any]], None]
 MOST_RUNS = 32
-"""Runs beside gaps that are computed at once, if there are not more requests, by the same."""
+"""Most runs of requests with gaps that are computed at once; if there are more such requests, one run of each."""
 
 
 class StateForward:
@@ -48,7 +48,7 @@ class StateForward:
     Args:
         layers: of the model.
         rounds: at least one.
-        are_plain: of each request, whether its rows are one run with no gap in front.
+        are_plain: for each request, whether its rows are one run with no gap in front.
     """
 
     def __init__(self, layers: StateLayers, rounds: Sequence[Round], are_plain: Sequence[bool]) -> None:
@@ -60,10 +60,10 @@ class StateForward:
     def of(
         cls, layers: StateLayers, requests: Sequence[RequestRows], device: Any, *, is_fused: bool
     ) -> StateForward | None:
-        """What layers with states compute of a batch; None = as SGLang does, where it attends and nothing is taken.
+        """What layers with states compute of a batch; None = SGLang's own, as there is no gap and nothing to take.
 
         Args:
-            is_fused: what attends is ours.
+            is_fused: whether our code attends instead of SGLang's; the result is not None then.
         """
         runs, first = [], 0
         for one in requests:
@@ -89,13 +89,13 @@ class StateForward:
         return self._rounds[0].rows is None
 
     def for_metadata(self, batch: ForwardBatch) -> ForwardBatch:
-        """`batch` as SGLang's backend can prepare a forward of it, however many entries it has."""
+        """`batch` as SGLang's backend can prepare it, even if its entries are runs: without fields of `TRACKING`."""
         if self._is_stock:
             return batch
         return view_of(batch, dict.fromkeys(TRACKING))
 
     def set_up(self, batch: ForwardBatch, *, is_prepared: bool) -> None:
-        """Behind that preparation, which is left out where SGLang's backend does not attend."""
+        """Prepares the layers with states; `is_prepared`: SGLang's backend was prepared before, since it attends."""
         if self._is_stock:
             if not is_prepared:
                 self._layers.backend.init_forward_metadata(batch)
@@ -121,7 +121,7 @@ class StateForward:
     def forward(
         self, stock: Callable[..., Any], *, layer: RadixLinearAttention, forward_batch: ForwardBatch, **inputs: Any
     ) -> torch.Tensor:
-        """One layer of all rows, in the place of `stock`: `[1, rows, value heads, value size]`."""
+        """Computes one layer for all rows, in the place of `stock`: `[1, rows, value heads, value size]`."""
         mixed_qkv = inputs["mixed_qkv"]
         if self._is_stock:
             with self._extending(self._rounds[0], mixed_qkv):
@@ -139,14 +139,14 @@ class StateForward:
         return out
 
     def finish(self) -> None:
-        """All layers were computed: the requests know the transitions of their chunks."""
+        """Hands the transitions of chunks to their requests; all layers were computed."""
         for taking in (taking for one in self._rounds for taking in one.takings):
             wanted = taking.wanted
             wanted.known.note(wanted.chunk, wanted.begin, wanted.end, Transition(tuple(taking.layers)))
 
     @contextmanager
     def _chained(self, chain: Chain, layer_id: int) -> Iterator[_FindStarts]:
-        """Inside, each run has states of its own, found by what is yielded; the pools get the last ones."""
+        """Inside, each run has states of its own, set by the function that is yielded; the pools get the last ones."""
         backend, number = self._layers.backend, self._layers.layout.layer_ids.index(layer_id)
         conv, states = self._layers.pools(layer_id)
         num_first, num_runs = chain.step_lens[0], sum(chain.step_lens)
@@ -168,7 +168,7 @@ class StateForward:
 
     @contextmanager
     def _extending(self, one: Round, mixed_qkv: torch.Tensor, find_starts: _FindStarts | None = None) -> Iterator[None]:
-        """While the rows of a round are computed inside, transitions of its chunks are taken."""
+        """Takes the transitions of a round's chunks, while the rows of the round are computed inside."""
         if not one.takings and find_starts is None:
             yield
             return
@@ -200,7 +200,7 @@ def _find_starts(
     stock: Callable[..., Any],
     given: dict[str, Any],
 ) -> None:
-    """Where each run of a chain begins: what `given` has as states."""
+    """Sets the states that each run of a chain begins with: `given["ssm_states"]`."""
     starts = given["ssm_states"]
     value_size, key_size = starts.shape[2:]
     maps = _identities(len(starts), starts)  # over the run in front, then over the gap behind that
@@ -223,7 +223,7 @@ def _find_starts(
 def _rules(
     rule_rows: torch.Tensor, borders: torch.Tensor, stock: Callable[..., Any], given: dict[str, Any]
 ) -> list[Rule]:
-    """Operators and offsets of the parts behind seams."""
+    """Operators and offsets of the parts of chunks that lie behind seams."""
     maps = _identities(len(borders) - 1, given["ssm_states"])
     sequences = torch.arange(len(maps), dtype=torch.int32, device=maps.device)
     _run_over(maps, rule_rows, borders, sequences, stock, given)
@@ -247,7 +247,7 @@ def _run_over(
     stock: Callable[..., Any],
     given: dict[str, Any],
 ) -> None:
-    """Makes identities at these places what sequences of rows do to states, by the kernel that computes the rows."""
+    """Turns the identities at these places into what sequences of rows do to states, by the kernel for rows."""
     own = {name: given[name].index_select(1, rows) for name in ("q", "k", "v", "g", "beta")}
     own["v"] = F.pad(own["v"], (0, maps.shape[3]))
     stock(**own, ssm_states=maps, cache_indices=places, query_start_loc=borders, layer_id=given["layer_id"])

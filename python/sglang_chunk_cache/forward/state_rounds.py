@@ -20,7 +20,7 @@ from sglang_chunk_cache.forward.runs import Runs, run_fields
 from sglang_chunk_cache.kv.transition import LayerTransition, Transition
 
 MOST_TAKEN = 16
-"""Chunks whose transitions are taken at once, by what memory their states need meanwhile."""
+"""Chunks whose transitions are taken at once; bounds the memory that their states need meanwhile."""
 TRACKING = (
     "mamba_track_indices",
     "mamba_track_mask",
@@ -28,12 +28,12 @@ TRACKING = (
     "mamba_prefill_track_mask_cpu",
     "mamba_track_seqlens_cpu",
 )
-"""Fields of a batch by which SGLang keeps states for its tree, of requests whose states are exact."""
+"""Fields of a batch by which SGLang keeps states for its tree; used for requests whose states are exact."""
 
 
 @dataclass(frozen=True)
 class Gap:
-    """What is reused in front of a row: `end` is the position of the row."""
+    """Reused tokens in front of a row: `end` is the position of the row."""
 
     end: int
     transition: Transition
@@ -78,7 +78,7 @@ class RequestRows:
 
 @dataclass(frozen=True)
 class Run:
-    """Rows [first, first + length) of the forward, which stand at `start` and behind."""
+    """Rows [first, first + length) of the forward, whose positions begin at `start`."""
 
     request: RequestRows
     first: int
@@ -89,7 +89,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Taking:
-    """Rows [begin, end) of a round, a part of a chunk, and what was taken of them so far, by layer."""
+    """Rows [begin, end) of a round, which are a part of a chunk, and their transitions so far, by layer."""
 
     wanted: Wanted
     begin: int
@@ -104,16 +104,16 @@ class Taking:
 
 @dataclass
 class Chain:
-    """Runs of requests with gaps, one of each request behind the other; those that come first in theirs stand first.
+    """Runs of requests with gaps, in steps: first the first run of each request, then the second ones, and so on.
 
     Attributes:
-        step_lens: how many are the first of their request here, how many the second, and so on: ever fewer.
-        rows: of those that have a next one here, on the device.
-        borders: where each of these begins among `rows`, and where the last ends, on the device.
-        next_runs: of each of these, on the device.
-        last_runs: of each request, in the order of the first ones, on the device.
+        step_lens: runs of each step; a step is never longer than the one before.
+        rows: of those runs whose request has a next run here, on the device.
+        borders: where each of these runs begins among `rows`, and where the last ends, on the device.
+        next_runs: the next run of each of these runs, on the device.
+        last_runs: the last run of each request, in the order of the first step, on the device.
         gaps: in front of runs, with the place of the run.
-        gap_runs: by part of a transition, the runs in front of which there is one, on the device.
+        gap_runs: for each part of a transition, the runs behind gaps that have this part, on the device.
         slots: of the requests in the pools.
     """
 
@@ -133,11 +133,11 @@ class Round:
 
     Attributes:
         takings: of its rows.
-        rule_groups: by `MOST_TAKEN` of its takings, rows behind their seams, and where each of these sequences ends,
-            on the device.
+        rule_groups: for groups of at most `MOST_TAKEN` takings, the rows behind their seams, and the borders of these
+            sequences among them, on the device.
         rows: `[n]` int64 of the forward, on the device; None = all, as SGLang does.
         fields: of the batch as SGLang's backend sees it.
-        chain: None = of each run the states lie in the pools.
+        chain: None = the states of each run lie in the pools.
         metadata: of the backend, once it has made them.
     """
 
@@ -161,7 +161,7 @@ def runs_of(request: RequestRows, first: int) -> list[Run]:
 def round_of(
     own: Sequence[Run], device: Any, step_lens: Sequence[int] | None = None, *, is_stock: bool = False
 ) -> Round:
-    """Some runs as a round; as a chain, where `step_lens` says how many are the first of their request, and so on."""
+    """Some runs as a round; with `step_lens`, the runs are a chain (see `Chain`)."""
     takings, first = [], 0
     for run in own:
         for wanted in run.request.wanted:

@@ -4,9 +4,9 @@ Verbs: `plan` (which chunks of a batch are computed in this forward), `observe` 
 go to the requests).
 
 Promises: the forward's result is untouched. Only rows of chunks that will be remembered are looked at, at the layers
-that `statistics_layers` names, by a few of the model's query heads: attention that is written out costs several times
-that of a kernel that keeps it to itself, and a few heads tell nearly what all do (docs/variants.md has the numbers). A
-token whose KV was found and not computed has no statistics.
+that `statistics_layers` names, with a few of the model's query heads: attention weights that are written out cost
+several times as much as a kernel that does not store them, and a few heads tell nearly what all do (docs/variants.md
+has the numbers). A token whose KV was found and not computed has no statistics.
 """
 
 from __future__ import annotations
@@ -70,30 +70,30 @@ class _Job:
 
     @property
     def pieces(self) -> list[int]:
-        """Where those of the system prompt begin."""
+        """Where the pieces of the system prompt begin."""
         return piece_starts(self.spans[0][0])
 
     @property
     def segment_starts(self) -> list[int]:
-        """Keys in parts: pieces of the system prompt, then by turns a chunk and the text behind it, last this chunk."""
+        """Where segments of keys begin: pieces of S, then by turns a chunk and the text behind it, then this chunk."""
         earlier = [bound for span in self.spans[: self.chunk] for bound in span]
         return [*self.pieces, *earlier, self.span[0]]
 
 
 def _grouped(jobs: Sequence[_Job], implementation: str) -> list[list[_Job]]:
-    """Which jobs are one call: in torch all of a request, whose many small operations would cost most; else each."""
+    """Jobs in groups of one call each. In torch a group is a request, as many small operations are slow; else a job."""
     if implementation != "torch":
         return [[job] for job in jobs]
     return [list(group) for _, group in itertools.groupby(jobs, lambda job: job.request)]
 
 
 class _Rows(NamedTuple):
-    """Rows of a batch that one call is about, `[n]` int64 on the device."""
+    """Rows of a batch for one call, `[n]` int64 on the device."""
 
     index: torch.Tensor
     positions: torch.Tensor
     starts: torch.Tensor | None
-    """Where the chunk of each begins; None of one job."""
+    """Where the chunk of each row begins; None if there is one job."""
 
 
 def _rows_of(jobs: Sequence[_Job], positions: torch.Tensor, row_lens: Sequence[int]) -> _Rows:
@@ -140,10 +140,10 @@ class StatisticsTaker:
         kernel: str,
         computed: Sequence[tuple[int, int]],
     ) -> StatisticsTaker | None:
-        """None where no chunk that will be remembered is computed in this forward of `batch`.
+        """The taker for a forward of `batch`; None if no chunk that will be remembered is computed in it.
 
         Args:
-            computed: per request, the positions within which this forward computes what is not reused.
+            computed: per request, the range of positions in which this forward computes all that is not reused.
         """
         if not layers:
             return None
@@ -174,7 +174,7 @@ class StatisticsTaker:
         heads, kv_heads = self._own_heads(layer)
         if not len(heads):
             return
-        if self._row_lens != list(seen.row_lens):  # rows leave, but never without their number
+        if self._row_lens != list(seen.row_lens):  # when rows leave, their number changes
             self._row_lens = list(seen.row_lens)
             self._rows = [_rows_of(jobs, seen.positions, seen.row_lens) for jobs in self._groups]
         q = seen.q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)[:, heads]
@@ -206,7 +206,7 @@ class StatisticsTaker:
                 next(sums).add_(found, alpha=len(heads))
 
     def _own_heads(self, layer: RadixAttention) -> tuple[torch.Tensor, torch.Tensor]:
-        """The heads that this rank looks at, counted from its first, and the key head of each; all layers alike."""
+        """The heads that this rank looks at, counted from its first, and the key head of each; alike in all layers."""
         if self._heads is None:
             first = layer.tp_q_head_num * self._tp_rank
             observed = observed_heads(layer.tp_q_head_num * self._tp_size)
@@ -230,8 +230,7 @@ class StatisticsTaker:
 def computed_ranges(state: ChunkRequest, begin: int, end: int) -> list[tuple[int, int, int]]:
     """(chunk, first position, end) of what a forward over [begin, end) computes of the chunks to remember.
 
-    Of a fused request these are chunks that it does not bring in; their rows stand in front of the extend where they
-    lie in the load.
+    For a fused request these are chunks that it does not reuse; those within its load are rows in front of the extend.
     """
     ranges, plan = [], state.admission.fused_plan
     for chunk, span in enumerate(state.options.spans):

@@ -1,4 +1,4 @@
-"""Rows as a model hands them to its attention, put together: latent attention has its rotated dimensions apart.
+"""Q and K of rows in one piece: models with latent attention hand over the rotated dimensions apart.
 
 Verbs: `whole_rows`, `write_rows` (K and V into the pool).
 """
@@ -20,13 +20,13 @@ _KNOWN = ("q_rope", "k_rope", "sinks")
 
 
 class AttentionNotServed(ValueError):
-    """A model attends with something that rows do not know; its text says with what."""
+    """A model's attention takes something that rows do not support; the text says what."""
 
 
 def whole_rows(
     q: torch.Tensor, k: torch.Tensor | None, layer: RadixAttention, parts: dict[str, Any]
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Q and K of all dimensions; latent attention hands the rotated ones over by themselves.
+    """Q and K of all dimensions; latent attention hands over the rotated ones apart, in `parts`.
 
     Raises:
         AttentionNotServed: there is something else in `parts`.

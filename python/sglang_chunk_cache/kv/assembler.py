@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 MAX_STAGED_BYTES = 64 << 20
-"""Bytes on the device, on their way to or from the host, of one copy; a copy is at least a layer of K or V."""
+"""Bytes that one copy to or from the host takes on the device meanwhile; a copy is at least a layer of K or V."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class HostKV:
 
     Attributes:
         k, v: `[num_layers, num_tokens, num_kv_heads, head_dim]`, on the CPU, pinned where there is a GPU.
-        copied: event behind the copy; None = they are there.
+        copied: event behind the copy; None = K and V are there.
         transition: what the tokens do to states, in a model that has some; there as soon as K and V are.
     """
 
@@ -55,13 +55,13 @@ class HostKV:
     transition: Transition | None = None
 
     def wait(self) -> None:
-        """Returns once they are there; for a worker thread."""
+        """Returns once K and V are there; for a worker thread."""
         if self.copied is not None:
             self.copied.synchronize()
 
 
 class RotationGroup(NamedTuple):
-    """Buffers of layers whose keys are rotated alike, or, with any `rotary`, not at all."""
+    """Buffers of layers whose keys are rotated alike; without `is_rotated` not at all, whatever `rotary` is."""
 
     rotary: RotarySpec
     is_rotated: bool
@@ -103,8 +103,8 @@ class KVAssembler:
 
         Args:
             src_loc, dst_loc: `[num_tokens]` int64 slots, on the pool's device, without overlap.
-            position_delta: `[num_tokens]` int64, new minus old position; 0 copies bit by bit. A `Turn` of them where
-                other layers follow.
+            position_delta: `[num_tokens]` int64, new minus old position; 0 copies bit by bit. Pass a `Turn` of them if
+                calls for other layers follow.
         """
         turn = Turn.of(position_delta)
         with self._behind_launched_forwards(src_loc, dst_loc, turn.by):
@@ -118,7 +118,7 @@ class KVAssembler:
     def pack(self, row: torch.Tensor, kept: torch.Tensor, slots: torch.Tensor) -> None:
         """Copies what each layer and KV head keeps of a request into `slots`, and makes them the slots of its row.
 
-        Whatever the current stream is given next happens behind it: the row may be written again.
+        Whatever the current stream is given next runs behind this, so it may write to the row again.
 
         Args:
             row: the request's row of SGLang's table, from its first token up to its last.
@@ -213,7 +213,7 @@ class KVAssembler:
         )
 
     def _alike(self, layers: range) -> list[RotationGroup]:
-        """The layers by how their keys are rotated, which is one way in most models."""
+        """The layers in groups by how their keys are rotated; most models have one group."""
         any_rotary = next(filter(None, self._rotaries))
         found: dict[RotarySpec | None, RotationGroup] = {}
         for layer in layers:
@@ -258,7 +258,7 @@ class KVAssembler:
         return self._is_cpu or bool(get_schedule().disable_overlap_schedule)
 
     def _behind_launched_forwards(self, *given: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
-        """What is done inside happens behind the forwards that run; `given` are the outside's tensors that it reads."""
+        """Has what is enqueued inside run behind launched forwards; `given` are tensors from outside that it reads."""
         if self._runs_in_order:
             return contextlib.nullcontext()
         return self._on_forward_stream(given)

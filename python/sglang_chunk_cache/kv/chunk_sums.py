@@ -14,7 +14,7 @@ from sgl_kernel_ext.transfer import Download
 
 
 class _Found(NamedTuple):
-    """What one forward found of a chunk: rows [begin, end) of the prompt, sums from `at` on in what comes."""
+    """What one forward found of a chunk: rows [begin, end) of the prompt; its sums begin at `at` of `sums`."""
 
     begin: int
     end: int
@@ -23,7 +23,7 @@ class _Found(NamedTuple):
 
 
 class ChunkSums:
-    """Sums over layers for the chunks of one request, as far as they were computed; they come by and by."""
+    """Sums over layers for the chunks of one request, as far as they were computed."""
 
     def __init__(self, spans: Sequence[tuple[int, int]], num_layers: int) -> None:
         self._spans = spans
@@ -31,11 +31,11 @@ class ChunkSums:
         self._parts: dict[int, list[_Found]] = {}
 
     def add(self, chunk: int, begin: int, end: int, sums: Download, at: int) -> None:
-        """What a forward found that computed the positions [begin, end) of the prompt.
+        """Adds what a forward found that computed the positions [begin, end) of the prompt.
 
         Args:
             sums: float32; from `at` on `[end - begin]` outside, `[end - chunk's start]` received, `[chunk, 2]` on each
-                chunk in front and on the text behind that, and on each piece of the system prompt.
+                earlier chunk and on the text behind it, and one on each piece of the system prompt.
         """
         self._parts.setdefault(chunk, []).append(_Found(begin, end, sums, at))
 

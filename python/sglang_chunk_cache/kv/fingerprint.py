@@ -24,7 +24,7 @@ from sgl_kernel_ext.transfer import host_buffer
 from sglang_chunk_cache.kv.state_layout import StateLayout
 
 FORMAT_VERSION = 3
-"""Version of the bytes that media write; another is another fingerprint, so it is never found."""
+"""Version of the bytes that media write; part of the fingerprint, so entries of another version are never found."""
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 _BLOCK_LEN = 4096
@@ -35,7 +35,7 @@ _MAX_HEADER_LEN = 100 << 20  # safetensors' own limit
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """What the KV of one rank depends on. Equal digests: bytes of one server mean the same to the other."""
+    """What the KV of one rank depends on. With equal digests, bytes of one server mean the same to the other."""
 
     weights: str
     """`weights_digest` of the model."""
@@ -53,7 +53,7 @@ class Fingerprint:
     settings: tuple[tuple[str, str], ...] = ()
     """Whatever else changes the KV that this server computes: dtype of the weights, quantization."""
     states: StateLayout | None = None
-    """Layers of this rank that keep states; None = there are none, and nothing of them is in the digest."""
+    """Layers of this rank that keep states; None = there are none, and the digest leaves the field out."""
     model: str = field(default="", compare=False)
     """Name for people; neither compared nor in the digest."""
 
@@ -97,7 +97,7 @@ class Fingerprint:
         return self.layer_groups[-1].stop
 
     def part_lens(self, layer: int, num_tokens: int) -> tuple[int, ...]:
-        """Bytes of K and V of a layer of an entry, or of operator, offset and tail."""
+        """Bytes of K and V of a layer of an entry, or of operator, offset and tail of one that keeps states."""
         if layer >= self.num_layers:
             assert self.states is not None, f"no layer {layer}"
             return self.states.part_lens
@@ -137,7 +137,7 @@ class Fingerprint:
 
 @lru_cache(maxsize=16)
 def _digest(fingerprint: Fingerprint) -> str:
-    """Kept, because every entry that is read is compared with it."""
+    """Cached, because every entry that is read is compared with it."""
     described = {name: value for name, value in fingerprint.describe().items() if name != "model"}
     text = json.dumps(described, sort_keys=True, separators=(",", ":"))
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
@@ -159,18 +159,18 @@ def rotary_digest(specs: Sequence[RotarySpec | None]) -> str:
 def weights_digest(model_path: str, revision: str | None = None) -> str:
     """Hex of 16 bytes that tells the weights of one model folder from those of another.
 
-    Hashed are config.json (of an adapter adapter_config.json) and, of every file of weights, its name, its size, its
-    first and last MiB and 64 blocks of 4 KiB between; of a safetensors file also its header and three blocks of 4 KiB
-    of every tensor, so that a fine-tune of the same shape differs even where it changed one tensor only. Read are 2 MiB
+    It hashes config.json (of an adapter adapter_config.json) and, of every file of weights, its name, its size, its
+    first and last MiB and 63 blocks of 4 KiB between; of a safetensors file also its header and three blocks of 4 KiB
+    of every tensor, so that a fine-tune of the same shape differs even if it changed one tensor only. So it reads 2 MiB
     and some blocks per file.
 
     Limits: an edit of a few values between the blocks is not seen. The files are read, not what the server made of
     them: quantization at load, or weights that were replaced while it runs, belong into `Fingerprint.settings`.
 
     Args:
-        model_path: a folder, one file of weights (GGUF), or a name on the Hugging Face hub. Of a name, the snapshot in
-            the local cache is read; nothing is downloaded. Where there is none, name and revision are all that is
-            hashed: a new commit on the same branch is then not seen.
+        model_path: a folder, one file of weights (GGUF), or a name on the Hugging Face hub. For a name, the snapshot in
+            the local cache is read; nothing is downloaded. Without a snapshot, only name and revision are hashed: a new
+            commit on the same branch is then not seen.
         revision: of a hub name.
 
     Raises:
@@ -200,10 +200,10 @@ def weights_digest(model_path: str, revision: str | None = None) -> str:
 
 
 def adapter_settings(adapters: Iterable[Any]) -> tuple[tuple[str, str], ...]:
-    """What tells the LoRA adapters of `--lora-paths` from others that once had their names and paths.
+    """Settings that tell the LoRA adapters of `--lora-paths` from others that once had the same names and paths.
 
-    SGLang names such an adapter by its name and path alone, so its chunks have the same keys when it was trained anew.
-    An adapter that is loaded later has a name that never comes again.
+    SGLang names such an adapter by its name and path alone, so its chunks keep their keys when it is trained anew. An
+    adapter that is loaded later gets a name that is never used again.
 
     Args:
         adapters: SGLang's `LoRARef`s.
@@ -212,7 +212,7 @@ def adapter_settings(adapters: Iterable[Any]) -> tuple[tuple[str, str], ...]:
 
 
 def _samples(raw: BinaryIO, size: int, is_safetensors: bool) -> Iterator[tuple[int, int]]:
-    """(offset, length) of what is hashed of one file, clipped to it by reading."""
+    """(offset, length) of what is hashed of one file; reading clips it at the end of the file."""
     yield 0, _EDGE_LEN
     yield max(0, size - _EDGE_LEN), _EDGE_LEN
     yield from ((size * i // _NUM_STRIDED, _BLOCK_LEN) for i in range(1, _NUM_STRIDED))
@@ -240,7 +240,7 @@ def _tensor_ranges(header: bytes) -> list[tuple[int, int]]:
 
 
 def _framed(part: bytes) -> bytes:
-    """Length first: what is hashed cannot be cut differently."""
+    """A part behind its length, so that parts that are cut differently are hashed differently."""
     return len(part).to_bytes(8, "little") + part
 
 

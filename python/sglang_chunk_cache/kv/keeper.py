@@ -7,8 +7,8 @@ Promises: KV of a fused request is never inserted under its exact prefix; its pr
 owner to a node of their own, never both. A promotion copies KV bit by bit at the position that it was computed at, or
 does nothing where there is no room. A chunk is stored at once; its statistics take effect when they have come, on all
 tensor-parallel ranks from the same step on, and nobody waits for them. KV of other weights than the model's is not
-remembered. So nothing is while a request runs that began before they changed, since the tree may keep its KV in the
-place of another's; and no chunk that was found in an exact prefix, until the tree is emptied.
+remembered. So after a change of weights, nothing is remembered while a request runs that began before, since the tree
+may keep its KV in the place of another's; and no chunk that was found in an exact prefix, until the tree is emptied.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Admitted(Protocol):
 
 
 class Computed(Protocol):
-    """What is read here of a request whose prompt was computed."""
+    """What this file reads of a request whose prompt was computed."""
 
     prompt: ChunkPrompt
     sums: ChunkSums | None
@@ -115,10 +115,10 @@ class ChunkKeeper:
         self._has_old_prefixes = False  # whether the tree has exact KV of other weights
 
     def remember(self, req: Req, state: Computed, up_to: int, *, is_last: bool) -> None:
-        """The first `up_to` tokens of a request were computed; where it is exact, they are in the tree.
+        """Keeps chunks of a request whose first `up_to` tokens were computed; those of an exact one are in the tree.
 
         Args:
-            is_last: it ends, or its KV does: nothing is remembered of it later.
+            is_last: the request ends, or loses its KV: nothing is remembered of it later.
         """
         plan = state.admission.fused_plan
         if self._has_old_requests():
@@ -139,7 +139,7 @@ class ChunkKeeper:
         return bool(self._awaited)
 
     def poll(self) -> None:
-        """Statistics that have come to all ranks take effect, in the order of the chunks; once per scheduling step.
+        """Applies statistics that have come to all ranks, in the order of the chunks; called once per scheduling step.
 
         Most are there when their request has finished: SGLang has waited for the result of the forward behind them.
         """
@@ -153,7 +153,7 @@ class ChunkKeeper:
                 self._note_stored(variant)
 
     def distrust(self) -> None:
-        """The weights were changed: what the tree holds, and what requests compute that run, is of others."""
+        """Notes that the weights were changed: the tree's KV, and what running requests compute, is of the old ones."""
         self._awaited.clear()
         rows = self._cache.req_to_token_pool
         free = set(rows.free_slots)
@@ -172,7 +172,7 @@ class ChunkKeeper:
         return bool(self._old_rows)
 
     def clear(self) -> None:
-        """The tree was emptied."""
+        """Forgets what belonged to a tree that was emptied."""
         self._awaited.clear()
         self._old_rows.clear()
         self._has_old_prefixes = False
@@ -184,7 +184,7 @@ class ChunkKeeper:
         return Soundness(lacks_states, self._has_old_prefixes)
 
     def _kept(self, actions: Iterable[Keep | Forgo]) -> Iterator[Keep]:
-        """Chunks to keep; those that are not are counted."""
+        """The actions that keep a chunk; the others are counted."""
         for action in actions:
             if isinstance(action, Keep):
                 yield action
@@ -201,7 +201,7 @@ class ChunkKeeper:
             self._remembered.add(row)
         elif not is_last:
             return  # the rest of the prompt is still to come
-        # What is prepared stays out of the tree, so its slots are the request's own.
+        # A prompt that prepares a chunk stays out of the tree, so its slots are the request's own.
         home_of = self._copied_home if prompt.to_prepare is None else self._own_home
         path = self._store.path(req.origin_input_ids, last_end, prompt.partition, req.last_node)
         actions = self._manager.remember_exact(
@@ -227,14 +227,14 @@ class ChunkKeeper:
             self._note_stored(variant)
         if keep.is_prepared:
             self._metrics.add("maintenance", "prepared")
-        # Not of a LoRA adapter: it may be gone when the server is idle, and no client's request holds it then.
-        # Nor of images: a refresh has token ids only.
+        # Chunks of a LoRA adapter are not refreshed: once the server is idle, no request holds the adapter, and it may
+        # be gone. Nor are chunks behind images: a refresh has token ids only.
         elif keep.generation and req.lora_id is None and not state.prompt.has_images_up_to(keep.chunk):
             spans = state.prompt.options.spans[: keep.chunk + 1]
             self._refresh.note(variant, Origin(req.origin_input_ids[: spans[-1][1]], spans, state.prompt.partition))
 
     def _transition(self, state: Computed, chunk: int) -> Transition | None:
-        """What a chunk does to states; None where it was not computed whole, or has no room."""
+        """The transition of a chunk; None if the chunk was not computed whole, or there is no room for it."""
         store = self._store.transitions
         if store is None or state.transitions is None:
             return None
@@ -279,11 +279,11 @@ class ChunkKeeper:
         self._metrics.add("maintenance", "promoted")
 
     def left_of(self, request_row: int, ranges: Ranges) -> Ranges:
-        """What of ascending, disjoint ranges of a request's tokens did not become a node."""
+        """The parts of ascending, disjoint ranges of a request's tokens that did not become nodes."""
         return subtract_ranges(ranges, self._handed_over.get(request_row, ()))
 
     def release(self, request_row: int) -> None:
-        """The row is about to belong to another request."""
+        """Forgets a row that is about to belong to another request."""
         self._handed_over.pop(request_row, None)
         self._remembered.discard(request_row)
 

@@ -54,9 +54,9 @@ def kv_scales(kv_pool: Any, layer: RadixAttention) -> tuple[float, float]:
 
 
 def write_kv(kv_pool: Any, layer: RadixAttention, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    """K and V `[num_rows, num_kv_heads, head_dim]` of rows, into their `slots`; `k` and `v` stay as they are.
+    """Writes K and V `[num_rows, num_kv_heads, head_dim]` of rows into their `slots`; `k` and `v` stay as they are.
 
-    All of them before any row attends: a row reads what rows in front of it wrote.
+    All rows are written before any attends, since a row reads what rows in front of it wrote.
     """
     if k.dtype != kv_pool.dtype:  # such a pool scales what it is given in place, and some backends attend from it
         k, v = k.clone(), v.clone()
@@ -70,15 +70,15 @@ def is_latent(kv_pool: Any) -> bool:
 
 
 def attention_pool(kv_pool: Any) -> Any:
-    """The pool of the layers that attend; a model with states has others, whose pool stands around this one."""
+    """The pool of the layers that attend; in a model with states it is part of a larger one."""
     return kv_pool.full_kv_pool if hasattr(kv_pool, "mamba_pool") else kv_pool
 
 
 def kv_buffers(kv_pool: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """What a KV pool holds per layer, as views: what is rotated, `[num_slots, heads, dim]`, and what is not.
 
-    Of latent attention (MLA), whose row is a latent vector with the rotated dimensions behind it, "K" is these
-    dimensions and "V" the vector: together they are the row.
+    With latent attention (MLA), a row is a latent vector with the rotated dimensions behind it: "K" is these dimensions
+    and "V" the vector.
     """
     kv_pool = attention_pool(kv_pool)
     if is_latent(kv_pool):

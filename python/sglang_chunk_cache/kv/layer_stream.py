@@ -33,7 +33,7 @@ class LayerStream:
         self.num_layers = stored.k.shape[0]
         self.num_ready = 0
         self.reason: str | None = None
-        """Why it failed, of `TierError`; None = it did not."""
+        """Why it failed, a reason of `TierError`; None = it did not."""
         self.has_begun = False
         """Whether a worker was told to read it to its end."""
         self.seconds = 0.0
@@ -62,7 +62,7 @@ class LayerStream:
         self.seconds += time.perf_counter() - start
 
     def wait(self, layer: int, timeout_s: float) -> bool:
-        """Waits until a layer is there; False where it will not be, or is not after so long."""
+        """Waits until a layer is there; False if it failed, or took longer than `timeout_s`."""
         with self._changed:
             is_there = self._changed.wait_for(lambda: self.num_ready > layer or self.reason is not None, timeout_s)
         if not is_there:
@@ -70,7 +70,7 @@ class LayerStream:
         return self.num_ready > layer
 
     def fail(self, reason: str) -> None:
-        """It is of no use any more; the first reason stays."""
+        """Marks the stream as failed; the first reason stays."""
         with self._changed:
             self.reason = self.reason or reason
             self._changed.notify_all()

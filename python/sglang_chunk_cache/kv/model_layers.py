@@ -2,7 +2,7 @@
 the keys of each are rotated, and what a layer's attention sees.
 
 Verb: `describe_model`. What it finds is proven by forwards of the model itself when a server starts
-(`start/model_check.py`), so a class of models differs from another in nothing but what stands here.
+(`start/model_check.py`), so classes of models differ in nothing but what stands here.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def describe_model(model: torch.nn.Module, context_len: int) -> ModelLayers:
 
 
 def _decoder_layers(model: torch.nn.Module) -> tuple[str, tuple[tuple[int, torch.nn.Module], ...]]:
-    """Name of the module that holds the list of layers, and those that attend with their places; others have states."""
+    """Name of the module with the list of layers, and the layers that attend, with their places; others keep states."""
     kinds = (RadixAttention, RadixLinearAttention)
     lists = [
         (name, tuple((i, layer) for i, layer in enumerate(module) if _has(layer, RadixAttention)))
@@ -93,7 +93,7 @@ def _has(module: torch.nn.Module, kinds: Any) -> bool:
 
 
 def _attention_of(layer: torch.nn.Module, i: int) -> RadixAttention:
-    """The one of a layer; of latent attention, which has two forms, the one that attends from what is stored."""
+    """The attention of a layer; of the two forms of latent attention, the one that attends from what is stored."""
     found = [part for part in layer.modules() if isinstance(part, RadixAttention)]
     stored = found if len(found) == 1 else [one for one in found if one.tp_k_head_num == 1]
     if len(stored) != 1 or stored[0].layer_id != i:
@@ -122,7 +122,7 @@ def _rotary_of(layer: torch.nn.Module, i: int, context_len: int, specs: dict[int
 
 
 def cut_residual(batch: ForwardBatch, index: torch.Tensor) -> bool:
-    """Whether the residual stream stands beside the layer, and could be cut to the rows `index` within it."""
+    """Cuts the residual stream to the rows `index`, if it stands beside the layer; returns whether it does."""
     stream = batch.residual_stream
     if stream is None or stream.residual is None or stream.pending is not None:
         return False
@@ -131,7 +131,7 @@ def cut_residual(batch: ForwardBatch, index: torch.Tensor) -> bool:
 
 
 def cut_rows(value: Any, index: torch.Tensor, num_rows: int) -> Any:
-    """What a layer is given, or returns, with tensors of `num_rows` rows cut to the rows `index`; others stay."""
+    """What a layer is given, or returns: tensors of `num_rows` rows are cut to the rows `index`, all else stays."""
     if isinstance(value, torch.Tensor):
         if value.ndim == 2 and value.shape[1] == num_rows and not value.is_floating_point():
             return value[:, index]  # positions of multimodal rope

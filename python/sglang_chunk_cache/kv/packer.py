@@ -5,9 +5,10 @@
 
 Verb: `pack_due` (between two decoding steps: requests whose prompt's result was processed).
 
-Promises: all that is to be remembered of a prompt is remembered before. Slots of the prefix cache are only read; they
-are unlocked, and the request's own are given back, at once. From then on its row of slots is shorter than its tokens,
-all of it is its own, and nothing of it enters the prefix cache. A request for whose copy there is no room stays whole.
+Promises: before a prompt is packed, all that is to be remembered of it is remembered. Slots of the prefix cache are
+only read, and unlocked at once; the request's own old slots are freed at once. From then on the request's row of slots
+is shorter than its tokens, all of it is its own, and nothing of it enters the prefix cache. A request for whose copy
+there is no room stays whole.
 New tokens have their true positions (`host/forward_batch`).
 """
 
@@ -34,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 
 class Packable(Computed, Protocol):
-    """What is read here of a request."""
+    """What this file reads of a request."""
 
     packing: Packing
 
@@ -49,7 +50,7 @@ class KVPacker:
         self._assembler = assembler
 
     def pack_due(self, batch: ScheduleBatch, requests: Sequence[Packable | None]) -> None:
-        """Packs what may be packed of a batch that decodes; its lengths become those of the packed rows.
+        """Packs the requests of a decoding batch that may be packed, and sets the batch's lengths to the packed ones.
 
         Args:
             requests: of the batch; None = one without chunks.
@@ -67,7 +68,7 @@ class KVPacker:
         batch.seq_lens_sum = None
 
     def _pack(self, req: Req, request: Packable) -> int:
-        """How many slots fewer the request has."""
+        """Packs a request that may be packed; returns how many slots fewer it has."""
         packing = request.packing
         due = packing.due
         if due is None:
@@ -84,7 +85,7 @@ class KVPacker:
         self._keeper.remember(req, request, num_slots, is_last=True)
         row = self._cache.req_to_token_pool.req_to_token[kv.req_pool_idx, :num_slots]
         places = _kept_places(kept, chosen, num_slots)
-        # Its own slots, but for those that became nodes; nobody writes to them before the copy has read them.
+        # Frees its own slots, except those that became nodes; nobody writes to them before the copy has read them.
         self._cache.free_kv_row(kv, [(kv.cache_protected_len, num_slots)])
         self._assembler.pack(row, places, slots[:num_kept].to(torch.int64))
         self._keeper.release(kv.req_pool_idx)

@@ -18,7 +18,7 @@ class Packing:
         kept: what decoding keeps of the prompt; None = all.
         chosen: int64 `[num_layers, num_kv_heads, kept.room]`, ascending positions; None before `choose`
             and once it is packed.
-        is_packed: the row of slots holds what is kept, and no more the KV of the prompt token by token.
+        is_packed: the row of slots holds what is kept, and no longer the KV of the prompt token by token.
     """
 
     def __init__(self) -> None:
@@ -35,13 +35,13 @@ class Packing:
 
     @property
     def due(self) -> tuple[KeptTokens, torch.Tensor] | None:
-        """What is kept and what was chosen of a prompt that may be packed; None where it may not."""
+        """`kept` and `chosen` of a prompt that may be packed now; None if it may not."""
         if not self._is_stored or self.kept is None or self.chosen is None:
             return None
         return self.kept, self.chosen
 
     def plan(self, kept: KeptTokens | None) -> None:
-        """What is to be kept; scores and choice stay."""
+        """Sets what is to be kept; scores and choice stay."""
         self.kept = kept
 
     def scores_for(self, kept: KeptTokens, num_layers: int, num_kv_heads: int, device: torch.device) -> torch.Tensor:
@@ -51,22 +51,22 @@ class Packing:
         return self._scores
 
     def take_scores(self) -> torch.Tensor | None:
-        """All that was added; None where no layer was seen. They are given once."""
+        """Hands the scores over, once; None if no layer was seen."""
         scores, self._scores = self._scores, None
         return scores
 
     def choose(self, chosen: torch.Tensor) -> None:
-        """The prompt's last forward has chosen; see the attribute."""
+        """Notes what the prompt's last forward has chosen; see the attribute."""
         self.chosen = chosen
 
     def note_stored(self) -> None:
-        """What was computed so far was checkpointed."""
+        """Notes that what was computed so far was checkpointed."""
         self._is_stored = self.chosen is not None
 
     def complete(self) -> None:
-        """The row is packed."""
+        """Notes that the row is packed."""
         self.chosen, self.is_packed = None, True
 
     def stay_whole(self) -> None:
-        """There was no room for the copy: nothing is dropped."""
+        """Notes that nothing is dropped, as there was no room for the copy."""
         self.kept, self.chosen = None if self.kept is None else self.kept.whole, None

@@ -1,11 +1,11 @@
-"""Landings: chunks that are in the KV pool already as variants, although not all of their layers have arrived.
+"""PartialLoads: variants that are in the KV pool already, although not all of their layers have arrived ("landings").
 
-Verbs: `open` (a node of the tree waits for its KV), `copy` (a request reads it: at once, or layer by layer), `poll`
-(those whose last layer has arrived, or that failed), `LayerLoads.arrive` (a forward has reached a layer).
+Verbs: `open` (a node of the tree waits for its KV), `loads` (a forward reads such nodes layer by layer), `poll` (closes
+those whose last layer has arrived, or that failed), `LayerLoads.arrive` (a forward has reached a layer).
 
 Promises: a node is locked in the tree until its KV is whole, so its slots belong to nobody else. A forward waits before
-each layer for the KV of that layer, and only where it reads such a node. Where a layer does not come, the forward is
-stopped on all ranks alike and nothing of the node is ever read again.
+each layer for the KV of that layer, and only if it reads such a node. If a layer does not come, the forward is stopped
+on all ranks alike and nothing of the node is ever read again.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def _vote(stream: LayerStream) -> int:
 
 
 class LayerFailed(Exception):
-    """A layer did not come; `reason` is one of the replies'."""
+    """A layer did not come; `reason` is one of those in replies."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(f"a chunk was not loaded to its end: {reason}")
@@ -46,7 +46,7 @@ class LayerFailed(Exception):
 
 @dataclass(eq=False)
 class PartialLoad:
-    """One node: its slots (`[length]` int64 on the device), and the lock that keeps it."""
+    """One node whose KV arrives: its slots (`[length]` int64 on the device), and the lock that keeps it."""
 
     variant: Variant
     slots: torch.Tensor
@@ -58,13 +58,13 @@ class PartialLoad:
 
     @property
     def reason(self) -> str:
-        """Why it failed, one of the replies'."""
+        """Why it failed, as replies say it."""
         return "memory" if self.gave_way else f"tier_{self.stream.reason}"
 
 
 @dataclass(frozen=True)
 class LayerCopy:
-    """What a request reads of a node that is landing: slots to slots, `[n]` int64, K turned by `shift` positions."""
+    """What a request copies from a landing: from slots to slots, `[n]` int64, with K turned by `shift` positions."""
 
     landing: PartialLoad
     source: torch.Tensor
@@ -76,7 +76,7 @@ class PartialLoads:
     """See the head of this file.
 
     Args:
-        timeout_s: how long a forward waits for layers, all in all.
+        timeout_s: how long a forward waits for layers in total.
     """
 
     def __init__(
@@ -96,15 +96,15 @@ class PartialLoads:
         self._open: dict[int, PartialLoad] = {}
 
     def open(self, variant: Variant, slots: torch.Tensor, stream: LayerStream) -> None:
-        """The variant's node waits for its KV; the index has it already."""
+        """Locks the node of a variant until its KV has arrived; the index has the variant already."""
         self._open[variant.variant_id] = PartialLoad(variant, slots, stream, self._store.lock(variant))
 
     def of(self, variant: Variant) -> PartialLoad | None:
-        """None where its KV is whole."""
+        """The landing of a variant; None if its KV is whole."""
         return self._open.get(variant.variant_id)
 
     def poll(self) -> None:
-        """Lets go of nodes whose stream has ended on all ranks, or has failed on one; once per scheduling step."""
+        """Closes landings whose stream has ended on all ranks, or has failed on one; once per scheduling step."""
         if not self._open:
             return
         landings = list(self._open.values())
@@ -117,14 +117,14 @@ class PartialLoads:
                 self.fail(landing)
 
     def fail(self, landing: PartialLoad) -> None:
-        """Gives a node up whose KV will not come; no effect where that is known."""
+        """Gives up a node whose KV will not come; does nothing if it was given up or closed before."""
         if landing.variant.variant_id in self._open:
             landing.stream.fail("unavailable")
             self._index.discard(landing.variant.variant_id)
             self._close(landing)
 
     def give_way(self) -> bool:
-        """The pool is short of room that these nodes keep: their requests are computed instead. False without any."""
+        """Gives up all nodes, since the pool needs their room: their requests are computed. False if there are none."""
         landings = list(self._open.values())
         for landing in landings:
             landing.gave_way = True
@@ -132,7 +132,7 @@ class PartialLoads:
         return bool(landings)
 
     def fill(self, landing: PartialLoad, num_layers: int) -> None:
-        """Puts the layers below `num_layers` in place; they are there."""
+        """Copies the layers below `num_layers`, which have arrived, into the pool."""
         if landing.num_filled < num_layers:
             stored, layers = landing.stream.stored, range(landing.num_filled, num_layers)
             self._assembler.fill(landing.slots, stored.k, stored.v, layers)
@@ -149,7 +149,7 @@ class PartialLoads:
             deadline: of `time.monotonic`.
 
         Raises:
-            LayerFailed: one has not, or gave way: others have its slots, whatever its stream has read.
+            LayerFailed: one has not, or gave way: its slots belong to others, whatever its stream has read.
         """
         failed = [
             one for one in landings if one.gave_way or not one.stream.wait(layer, max(0.0, deadline - time.monotonic()))
@@ -158,7 +158,7 @@ class PartialLoads:
             raise LayerFailed(failed[0].reason if failed else "tier_ranks")
 
     def clear(self) -> None:
-        """The tree was emptied, and its locks with it."""
+        """Forgets all landings: the tree was emptied, and its locks with it."""
         self._open.clear()
 
     def _close(self, landing: PartialLoad) -> None:
@@ -183,7 +183,7 @@ class LayerLoads:
         self._deadline: float | None = None
 
     def arrive(self, layer: int) -> None:
-        """The forward is at the attention of a layer; a pass that has been there before finds it done.
+        """Brings in the KV of a layer whose attention the forward has reached; does nothing if that is done.
 
         Raises:
             LayerFailed: its KV does not come.

@@ -4,9 +4,9 @@ Verbs: `allocate` (slots, by eviction where there are too few), `load` (private 
 plan), `flush` (fills them, those of all loads at once), `kv_of`, `bring_in` (what the tiers below ask).
 
 Promises: a load brings all it promised or nothing. Its sources are protected from eviction while it allocates. From
-then on nothing leaves the tree before a `flush`, and nobody reads or frees the private slots: the forward of the same
-step begins with one. A copy that is enqueued needs no protection: whoever gets a source slot next writes to it on the
-same stream, later.
+then until the `flush` with which the forward of the same step begins, nothing leaves the tree, and nobody reads or
+frees the private slots. A copy that is enqueued needs no protection: whoever gets a source slot next writes to it on
+the same stream, later.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from sglang_chunk_cache.kv.transition import Transition
 
 
 class _Copy(NamedTuple):
-    """Slots to slots, int64 `[n]` on the device, K turned by `shift` positions."""
+    """A copy from slots to slots, int64 `[n]` on the device, with K turned by `shift` positions."""
 
     source: torch.Tensor
     target: torch.Tensor
@@ -48,10 +48,10 @@ class Load:
     """Private slots of one request, filled by the next `flush`.
 
     Attributes:
-        plan: what they hold: positions `[plan.load_start, plan.load_end)` of its prompt.
+        plan: says what the slots hold: positions `[plan.load_start, plan.load_end)` of its prompt.
         slots: `[plan.load_len]` int64, on the device; the request's own.
-        layer_copies: what is still on its way, to be copied during the forward.
-        transitions: by variant, what it does to states, in a model that has some.
+        layer_copies: KV that is still on its way, to be copied during the forward.
+        transitions: by variant; empty if the model keeps no states.
     """
 
     plan: RecomputePlan
@@ -86,11 +86,11 @@ class ChunkPool:
     def allocate(self, num_tokens: int, sources: Sequence[Variant] = ()) -> torch.Tensor | None:
         """Free slots for so many tokens, in whole pages; None where evicting all but `sources` is not enough.
 
-        Also None where a source was still arriving and gave way: it is locked, but its KV will never be whole.
+        Also None where a source whose KV was still arriving was given up: it is locked, but will never be whole.
         """
         page_size, allocator = self._cache.page_size, self._cache.token_to_kv_pool_allocator
         num_slots = -(-num_tokens // page_size) * page_size
-        # Most of the time there is room, and then nobody needs protection.
+        # Most of the time there is room; then no source needs protection.
         has_room = allocator.available_size() >= num_slots
         locks = [] if has_room else [self._store.lock(variant) for variant in sources]
         try:
@@ -108,13 +108,13 @@ class ChunkPool:
         return slots
 
     def load(self, plan: RecomputePlan, *, behind: torch.Tensor | None = None) -> Load | None:
-        """Room for the hits of a plan, which `flush` brings in; None where there is none.
+        """Slots for the hits of a plan, which `flush` fills; None where there is no room.
 
         Args:
-            behind: slot in front of a load that begins within a page, the rest of which is the request's.
+            behind: the slot in front of a load that begins within a page; the rest of that page is the request's.
         """
         sources, page_size = self._manager.sources(plan), self._cache.page_size
-        num_left = min(-plan.load_start % page_size, plan.load_len)  # of its page
+        num_left = min(-plan.load_start % page_size, plan.load_len)  # slots that are left in that page
         slots = self.allocate(plan.load_len - num_left, [variant for _, variant in sources])
         if slots is None:
             return None
@@ -143,7 +143,7 @@ class ChunkPool:
     def _note_copies(
         self, copied: dict[int, list[tuple[ChunkPlan, Variant]]], slots: torch.Tensor, load_start: int
     ) -> None:
-        """One look at each path of the tree."""
+        """Notes copies for `flush`, with one look at each path of the tree."""
         for group in copied.values():
             path, starts = self._store.path_slots([variant for _, variant in group])
             for start, (chunk, _) in zip(starts, group, strict=True):
@@ -167,7 +167,7 @@ class ChunkPool:
         (delta_on_device,) = upload([delta], targets[0].device)
         joined = torch.cat(sources), torch.cat(targets)
         if joined[0].device.type != "cpu":
-            # The scheduler's stream made them, and would hand their memory out again before this one has read it.
+            # The scheduler's stream made them, and would hand their memory out again before this stream has read it.
             stream = torch.get_device_module().current_stream()
             for one in (*sources, *targets):
                 one.record_stream(stream)
@@ -179,7 +179,7 @@ class ChunkPool:
             priority = self._manager.priority(variant)
             if priority is not None:
                 self._store.touch(variant, priority)
-            else:  # all that shares a path is used with it
+            else:  # one touch is enough for all variants of a path
                 last_of.pop(variant.holder, None)
                 last_of[variant.holder] = variant
         for variant in last_of.values():
@@ -188,8 +188,8 @@ class ChunkPool:
     # What the tiers below ask.
 
     def kv_of(self, variant: Variant) -> HostKV | None:
-        """A variant in host memory; None where it is not stored in full, or is no longer than its seam, which nobody
-        reuses. Raises as `KVAssembler.gather`."""
+        """Copies a variant to host memory; None where it is not stored in full, or is no longer than its seam, so that
+        nobody reuses it. Raises as `KVAssembler.gather`."""
         if self._store.resolve(variant) < variant.length or (self._partial_loads and self._partial_loads.of(variant)):
             return None
         known = self._store.transitions
@@ -200,7 +200,7 @@ class ChunkPool:
         return replace(kv, transition=transition)
 
     def bring_in(self, stored: StoredVariant, need: Need, partition: Partition, stream: LayerStream | None) -> bool:
-        """Makes a variant, in a node of its own, of what a tier had, where the manager accepts it.
+        """Stores what a tier had as a variant with a node of its own, if the manager accepts it.
 
         Args:
             stream: brings the KV that is not there yet; None = all is.
@@ -232,9 +232,9 @@ class ChunkPool:
 
 @contextmanager
 def _freed_at_once(allocator: Any) -> Iterator[None]:
-    """Where SGLang collects what finished requests free, what is evicted is free at once nevertheless.
+    """Has evicted slots freed at once, even while SGLang collects what finished requests free.
 
-    Else the eviction would see no room grow, and go on until the tree is empty.
+    Otherwise the eviction would see no room grow, and go on until the tree is empty.
     """
     is_collecting = allocator.free_group is not None
     if is_collecting:

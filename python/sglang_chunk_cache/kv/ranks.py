@@ -1,4 +1,4 @@
-"""What ranks agree on: those that compute one batch together, each with some of the heads.
+"""Agreement among the ranks that compute one batch together, each with some of the heads.
 
 Verbs: `ranks_of_batch` (which they are), `max_over_ranks`, `sum_over_ranks`.
 """
@@ -43,7 +43,7 @@ def max_over_ranks(group: torch.distributed.ProcessGroup) -> ReduceMax:
 def sum_over_ranks(values: torch.Tensor, tp_size: int) -> torch.Tensor:
     """`values` summed over the tensor-parallel ranks, bit for bit the same on each, so that all choose alike.
 
-    What is gathered are the parts themselves, and every rank adds them in the same order. An all-reduce may add in an
-    order of its own on each rank: no library promises otherwise.
+    Every rank gathers the parts themselves and adds them in the same order. An all-reduce may add in another order on
+    each rank: no library promises otherwise.
     """
     return values if tp_size == 1 else ranks_of_batch().all_gather(values[None], dim=0).sum(0)

@@ -32,7 +32,7 @@ class StateLayers:
 
     @property
     def backend(self) -> Any:
-        """SGLang's, of these layers alone."""
+        """SGLang's backend of these layers alone."""
         backend = self.model_runner.attn_backend
         assert isinstance(backend, HybridLinearAttnBackend), type(backend)
         return backend.linear_attn_backend

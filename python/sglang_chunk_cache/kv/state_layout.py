@@ -13,7 +13,7 @@ from sglang_chunk_cache.kv.transition import LayerTransition, Rule, Transition
 
 @dataclass(frozen=True, slots=True)
 class StateLayout:
-    """See the head of this file. Equal layouts: a transition of one server means the same to the other.
+    """See the head of this file. If two servers have equal layouts, a transition of one means the same to the other.
 
     Attributes:
         layer_ids: of the layers, ascending.
@@ -46,7 +46,7 @@ class StateLayout:
 
     @property
     def part_lens(self) -> tuple[int, ...]:
-        """Bytes of these."""
+        """Bytes of each of `parts`."""
         return tuple(math.prod(shape) * dtype.itemsize for shape, dtype in self.parts)
 
     @property

@@ -7,8 +7,8 @@ read), `lock_chunk`, `locked_len`, `is_locked` (pins), `touch` (it was used), `p
 
 Promises: the tree owns every slot; nothing here outlives an eviction. Where a path or node was last seen is only a
 hint: SGLang never reuses an id, the tokens in front of a node never change, and a node that is gone makes the lookup
-fall back to matching the tokens, so an evicted variant is simply a shorter match. Beside the hint stands how much of
-the node's path is the variant's: what is found by matching may be another prompt's node that only begins alike.
+fall back to matching the tokens, so an evicted variant is simply a shorter match. The hint also says how much of the
+node's path is the variant's: matching may find the node of another prompt that only begins alike.
 `resolve` changes nothing in the tree: it neither splits a node nor counts as a use.
 """
 
@@ -58,7 +58,7 @@ class VariantStore:
     and the one behind it, so a key has one token more than slots.
 
     Args:
-        tree: SGLang's cache; what we override in it is called as SGLang has it, so nothing here calls us back.
+        tree: SGLang's cache; methods that we override are called as SGLang has them, so nothing here calls us back.
         shares: tokens that each partition has in the tree; counted here where they are limited.
     """
 
@@ -69,7 +69,7 @@ class VariantStore:
         """Tokens that went because their partition was above its share."""
         self._num_behind = int(tree.tree_core.is_eagle)
         self.transitions: TransitionStore[Transition] | None = None
-        """What variants do to states, without which they are gone; None = the model has no states."""
+        """Transitions of variants; a variant without one counts as gone. None = the model has no states."""
         # A secret, so that no client can name one of our nodes through its own extra_key.
         self._secret = secrets.token_hex(8)
         self._num_namespaces = 0
@@ -78,7 +78,7 @@ class VariantStore:
         self._lens: dict[int, int | None] = {}  # of paths up to a node, at this version
 
     def note_change(self) -> None:
-        """The tree has gained or lost tokens."""
+        """Notes that the tree has gained or lost tokens."""
         self.version += 1
         self._lens.clear()
 
@@ -101,7 +101,7 @@ class VariantStore:
         return path[start + offset : start + offset + length]
 
     def path_slots(self, variants: Sequence[Variant]) -> tuple[torch.Tensor, list[int]]:
-        """KV slots of the path that variants of one node lie in, as above, and where in it each begins."""
+        """KV slots, as those of `slots`, of the path that variants of one node lie in, and where in it each begins."""
         return self._tree.path_device_indices(self.node_id(variants[0])), [one.path_start for one in variants]
 
     def lock(self, variant: Variant) -> Any:
@@ -109,7 +109,7 @@ class VariantStore:
         return self._lock(self.node_id(variant))
 
     def _lock(self, node_id: int) -> Any:
-        """KV alone: what a prompt left as its states is SGLang's to evict."""
+        """Locks KV alone: SGLang may evict the states that a prompt left."""
         skipped = () if self.transitions is None else (ComponentType.MAMBA,)
         return self._tree.lock(node_id, skip_lock_components=skipped)
 
@@ -134,7 +134,7 @@ class VariantStore:
         return sum({node.node_id: node.path_end - node.path_start for path in paths for node in path}.values())
 
     def is_locked(self, node_id: int) -> bool:
-        """Whether anybody keeps this node from eviction; neither of SGLang's two tree cores has a question for it."""
+        """Whether anybody keeps this node from eviction; found by a lock, as neither of SGLang's tree cores can say."""
         before = self._tree.protected_size()
         lock = self._tree.lock(node_id)
         after = self._tree.protected_size()
@@ -178,10 +178,10 @@ class VariantStore:
         return NodeHome(node_key, namespace, _Seen(result.last_device_node), partition=partition)
 
     def remove_node(self, home: NodeHome) -> int:
-        """Gives back the slots of a node of its own that no variant needs any more.
+        """Gives back the slots of a chunk's own node, which no variant needs any more.
 
         Returns:
-            Tokens that came free; 0 where the node is gone already, and fewer than it had where somebody reads it.
+            Tokens that were freed: 0 if the node is gone already, and fewer than it had if somebody reads it.
         """
         key = RadixKey(home.node_key, extra_key=home.namespace)
         _, node_id, _ = self._tree.tree_core.match_full_device_prefix(key)
@@ -215,10 +215,10 @@ class VariantStore:
         return backup
 
     def evict_above(self, num_tokens: int, tracker: dict[ComponentType, int]) -> None:
-        """Partitions above their share give way, in the tree's order, none to less than most of its share.
+        """Evicts from partitions above their share, in the tree's order; spares one that is down to `Shares.least`.
 
         Args:
-            num_tokens: for which room is needed; fewer go where their leaves are in use.
+            num_tokens: for which room is needed; fewer go if leaves are in use.
             tracker: counts what goes, as SGLang's walk does.
         """
         num_wanted = self.shares.num_to_give(num_tokens)
@@ -255,7 +255,7 @@ class VariantStore:
         return Partition(extra_key, cache_salt).key
 
     def check_integrity(self, variants: Iterable[Variant]) -> None:
-        """Compares what `resolve` says with a match of the tokens, which no hint shortens.
+        """Compares what `resolve` says with a match of the tokens, which uses no hint.
 
         Raises:
             AssertionError: tokens of another prompt would be taken for a chunk's, or some are not counted.

@@ -1,8 +1,8 @@
 """StoredVariant: one chunk in host memory, on its way to or from the tiers below the KV pool: its KV, and in a model
-with states what it does to them.
+with states its transition.
 
-`VariantInfo` is what is known of it without its KV, `EntrySummary` what a ledger keeps in mind of it, `TierError` why a
-tier could not store or give it.
+`VariantInfo` is what is known of it without its KV, `EntrySummary` what a ledger keeps of it, `TierError` why a tier
+could not store or give it.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from sglang_chunk_cache.kv.fingerprint import Fingerprint
 from sglang_chunk_cache.kv.transition import Transition
 
 TIER_REASONS = ("corrupt", "mismatch", "missing", "timeout", "unavailable", "full", "unreadable")
-"""Checksum, truncated or bad header; fingerprint or tokens differ; gone since it was found, which is no fault of the
-medium; too slow; server or folder gone; no space, quota or host memory; permission or I/O error."""
+"""In this order: checksum, truncated or bad header; fingerprint or tokens differ; gone since it was found, which is no
+fault of the medium; too slow; server or folder gone; no space, quota or host memory; permission or I/O error."""
 
 Layer: TypeAlias = tuple[int, torch.Tensor, torch.Tensor]
 """Index, K `[length, kv_heads, head_dim]`, V `[length, kv_heads, v_head_dim]`, CPU."""
 
 Parts: TypeAlias = tuple[torch.Tensor, ...]
-"""K and V of a layer, or of one that keeps states its operator, offset and tail."""
+"""K and V of a layer; operator, offset and tail of one that keeps states."""
 
 
 class TierError(Exception):
@@ -45,7 +45,7 @@ class TierError(Exception):
 
 @contextmanager
 def host_memory(num_bytes: int) -> Iterator[None]:
-    """Tensors of so many bytes in host memory are made inside, and nothing else.
+    """Inside, tensors of so many bytes are allocated in host memory, and nothing else is done.
 
     Raises:
         TierError: full.
@@ -58,7 +58,7 @@ def host_memory(num_bytes: int) -> Iterator[None]:
 
 
 class EntrySummary(NamedTuple):
-    """What a ledger keeps in mind of a stored variant."""
+    """What a ledger keeps of a stored variant."""
 
     entry_id: EntryId
     payload_len: int
@@ -83,11 +83,11 @@ class VariantInfo:
     payload_len: int
     """Bytes of KV and transition; media take about 500 more for the description, 11 per token, 22 with statistics."""
     is_prepared: bool = False
-    """Whether `context` are neighbours that it was computed behind ahead of time."""
+    """Whether it was computed ahead of time, behind the neighbours in `context`."""
     system: bytes = b""
     """Marks of the system prompt in front of these (`chunk_cache.index.system_prompt`)."""
     partition: bytes = DEFAULT_PARTITION
-    """`Partition.key` of the tenant; its digest is in `key` too, from which nobody gets it back."""
+    """`Partition.key` of the tenant; `key` depends on it too, but does not give it away."""
 
     def __post_init__(self) -> None:
         assert self.token_ids.typecode == "q", "token ids are an array('q')"
@@ -134,7 +134,7 @@ class VariantInfo:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StoredVariant:
-    """A variant with KV and transition, this in one part, CPU and contiguous; whoever holds it does not change it."""
+    """A variant with KV, and a transition in one part, on the CPU and contiguous. Nobody changes its tensors."""
 
     info: VariantInfo
     k: torch.Tensor

@@ -39,7 +39,7 @@ class LayerTransition:
     tails: tuple[torch.Tensor, ...]
 
     def then(self, later: LayerTransition) -> LayerTransition:
-        """Both in a row."""
+        """This one, then `later`."""
         return LayerTransition(self.rules + later.rules, self.tails + later.tails)
 
     def composed(self, width: int, dtype: torch.dtype) -> LayerTransition:
@@ -81,12 +81,12 @@ class Transition:
     layers: tuple[LayerTransition, ...]
 
     def then(self, later: Transition) -> Transition:
-        """Both in a row."""
+        """This one, then `later`."""
         return Transition(tuple(one.then(other) for one, other in zip(self.layers, later.layers, strict=True)))
 
     @property
     def num_rules(self) -> int:
-        """Rules of each layer, of which all have as many."""
+        """Rules of each layer; all layers have equally many."""
         return len(self.layers[0].rules)
 
     @property
@@ -95,5 +95,5 @@ class Transition:
 
 
 def on_host(value: torch.Tensor) -> torch.Tensor:
-    """A copy in host memory, behind what the stream was given; later copies from it follow on the same stream."""
+    """A copy in host memory, made behind what the stream was given; copy from it on the same stream."""
     return host_buffer(value.shape, value.dtype).copy_(value, non_blocking=True)

@@ -1,6 +1,6 @@
 """The process of the selector: `python -m sglang_chunk_cache.selector SETTINGS`, started by `selector_client` alone.
 
-It ends when its parent does, when a step takes longer than `STEP_LIMIT_S`, or with a sentence where its model or the
+It ends when its parent does, when a step takes longer than `STEP_LIMIT_S`, or with an error message if its model or the
 main model's tokenizer cannot be used.
 """
 
@@ -27,13 +27,13 @@ from sglang_chunk_cache.selector.desk import QuestionDesk
 from sglang_chunk_cache.selector.selector_messages import Alive, Settings, dumps, loads_question
 
 BEAT_S = 0.5
-"""Between two signs of life."""
+"""Seconds between two signs of life."""
 STEP_LIMIT_S = 120.0
-"""A step of work takes a fraction of it; one that does not end is ended, with the process."""
+"""Seconds after which a step of work ends the process; a step that works takes a fraction of them."""
 
 
 class _Heart:
-    """Signs of life, from a thread: the other one may compute."""
+    """Gives signs of life, from a thread of its own, since the main thread may compute."""
 
     def __init__(self, settings: Settings, context: zmq.Context[zmq.Socket[bytes]]) -> None:
         self.is_ready = False

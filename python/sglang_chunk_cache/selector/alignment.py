@@ -1,4 +1,4 @@
-"""Alignment: from the tokens of one tokenizer to those of another, by the characters that they share.
+"""Alignment: maps the tokens of one tokenizer to those of another, by the characters that they share.
 
 Verbs: `decode` (ids -> text and where each token lies in it), `best_of_overlap` (values of tokens -> values of the
 other tokenizer's tokens).
@@ -20,7 +20,7 @@ class Tokens:
 
     Attributes:
         text: the text.
-        starts, ends: `[num_tokens]` characters, half-open, neither ever falls; a token has at least one.
+        starts, ends: `[num_tokens]` characters, half-open, neither ever decreasing; a token has at least one.
     """
 
     text: str
@@ -44,10 +44,10 @@ def tokens_of(text: str, offsets: Sequence[Sequence[int]]) -> Tokens:
 
 
 def decode(tokenizer: Any, ids: Sequence[int]) -> Tokens:
-    """The text of ids that a client's prompt has, and where each lies in it.
+    """The text of ids of a client's prompt, and where each id lies in it.
 
-    Where the tokenizer would cut this text into other ids, as it does for ids that somebody made otherwise, a token's
-    share of the characters is that of what it decodes to alone.
+    If the tokenizer would split this text into other ids, as it may for ids that were made in another way, the text is
+    divided among the tokens in proportion to the length of what each decodes to alone.
 
     Raises:
         ValueError: the tokenizer has no text for an id, so it is not the tokenizer of these ids.
@@ -65,8 +65,8 @@ def decode(tokenizer: Any, ids: Sequence[int]) -> Tokens:
 
 
 def best_of_overlap(values: npt.NDArray[np.float32], source: Tokens, target: Tokens) -> npt.NDArray[np.float32]:
-    """Per target token the largest value of the source tokens that it shares a character with: where one is selected,
-    all that it reaches into are.
+    """Per target token the largest value of the source tokens that it shares a character with: so a selected source
+    token selects all target tokens that it overlaps.
 
     A target token between two source tokens takes the value of the one behind it.
 

@@ -3,9 +3,9 @@
 Verbs: `load`, `read` (keys and values of tokens, behind those of others), `attend` (a question behind each of many
 texts, in one batch).
 
-The model's own code runs; only what its layers call for attention is ours (`transformers.AttentionInterface`). So a
-batch of texts of different lengths needs no padding, and of the last layer nothing is computed but what is asked for:
-the keys of a text, or the weights of a question.
+The model's own code runs; only the attention that its layers call is ours (`transformers.AttentionInterface`). So a
+batch of texts of different lengths needs no padding, and the attention of the last layer computes only what is asked
+for: the keys of a text, or the weights of a question.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from chunk_cache.errors import one_line
 
 ATTENTION = "chunk_cache_selector"
 STORED = torch.bfloat16
-"""Number format of the keys and values that are kept: half the memory, and the ranking hardly changes."""
+"""Number format of the keys and values that are kept: it halves the memory, and the ranking hardly changes."""
 
 
 class SelectorModelError(ValueError):
-    """A model that cannot select; the message is the end of a sentence about it."""
+    """A model that cannot serve as the selector's; the message is the end of a sentence about it."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class KeysValues:
 
     Attributes:
         keys: per layer `[num_kv_heads, num_tokens, head_dim]`, rotated.
-        values: the same, but for the last layer, which has none.
+        values: the same, without the last layer.
         num_tokens: of this text.
     """
 
@@ -53,8 +53,8 @@ class _Pass:
     """One forward: what stands in front of each row, and what is taken from its layers.
 
     Attributes:
-        pasts: per row, texts in the order in which they stand in front of it.
-        scored: per row the columns `[start, end)` whose weights are wanted of the last layer; None = its keys are.
+        pasts: per row, the texts in front of it, in order.
+        scored: per row, the columns `[start, end)` whose weights in the last layer are wanted; None = keys are wanted.
     """
 
     pasts: Sequence[Sequence[KeysValues]]
@@ -67,7 +67,7 @@ class _Pass:
     """Tokens at the end of each row whose weights count; 0 = all."""
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float) -> torch.Tensor:
-        """Output of one layer, `[num_rows, num_tokens, num_heads, head_dim]`; zeros of the last one.
+        """Output of one layer, `[num_rows, num_tokens, num_heads, head_dim]`; zeros for the last one.
 
         Args:
             q, k, v: `[num_rows, heads, num_tokens, head_dim]`, rotated.
@@ -136,7 +136,7 @@ class AuxiliaryModel:
 
     Args:
         model: without a language-model head, with our attention.
-        tokenizer: a fast one, which knows where its tokens lie.
+        tokenizer: a fast one, which knows where its tokens lie in a text.
     """
 
     def __init__(self, model: Any, tokenizer: Any) -> None:
@@ -159,17 +159,17 @@ class AuxiliaryModel:
         except (OSError, ValueError, RuntimeError, SafetensorError) as error:
             raise SelectorModelError(f"its weights cannot be loaded ({one_line(error)[:300]})") from error
         auxiliary = cls(model.eval().to(device), AutoTokenizer.from_pretrained(path))
-        with torch.no_grad():  # a class that does not work like a decoder shows it here
+        with torch.no_grad():  # a class that does not work like a decoder fails here
             text = auxiliary.read([0, 0], ())
             auxiliary.attend([0], [(text,)])
         return auxiliary
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text, as the tokenizer begins one."""
+        """Ids of a text, with the special tokens that the tokenizer adds."""
         return list(self.tokenizer(text)["input_ids"])
 
     def sink_of(self, text: str) -> list[int]:
-        """Ids of the text in front of all chunks, or of something else that can be a sink where there is none."""
+        """Ids of the text in front of all chunks; if there is none, of a special token that serves as the sink."""
         special = (self.tokenizer.bos_token_id, self.tokenizer.eos_token_id)
         return self.encode(text) or [one for one in special if one is not None][:1]
 
@@ -187,7 +187,7 @@ class AuxiliaryModel:
         ids: Sequence[int],
         pasts: Sequence[Sequence[KeysValues]],
     ) -> list[torch.Tensor]:
-        """Last-layer attention of the same question behind each of `pasts`, on the last text of each.
+        """Last-layer attention of one question, behind each of `pasts`, to the last text of each.
 
         Returns:
             Per row `[num_tokens of its last text]` fp32: mean over the question's tokens and the heads.
@@ -202,12 +202,12 @@ class AuxiliaryModel:
         return one.scores
 
     def attend_within(self, ids: Sequence[int], columns: tuple[int, int], num_question: int) -> torch.Tensor:
-        """The same for one text that ends in its question, with a gradient where the model has one.
+        """As `attend`, for one text that ends with its question; with a gradient if the model has one.
 
         Args:
             ids: of the whole text.
-            columns: the tokens of it that are scored.
-            num_question: tokens at its end.
+            columns: the range of its tokens that are scored.
+            num_question: tokens of the question.
         """
         one = _Pass([()], self.num_layers, [columns], num_scoring=num_question)
         self._run([ids], [()], one)

@@ -1,11 +1,12 @@
-"""ChunkScorer: chunks and a question as tokens of the main model in, one score per chunk token out.
+"""ChunkScorer: takes chunks and a question as tokens of the main model, gives one score per chunk token.
 
-Verbs: `has`, `prepare` (read a chunk ahead of time, in steps), `score` (a question, over prepared chunks in one batch).
+Verbs: `find` (a chunk that is kept), `prepare` (reads a chunk ahead of time, in steps), `score` (scores a question over
+prepared chunks in one batch).
 
-CacheClip section 3.3: a sequence is [S, chunk, question] for each chunk, S the text in front of the first chunk; what
-the auxiliary model has read of S and of a chunk behind it is kept, up to a number of bytes, the least recently used
-first to go. Where the paper is silent: special tokens of the main model are left out of S and question; text between
-chunks is not read; where there is no S, the model's BOS or EOS is the sink; weights are averaged over heads too.
+CacheClip section 3.3: each chunk has a sequence [S, chunk, question], where S is the text in front of the first chunk.
+The keys and values of S, and of each chunk behind it, are kept up to a number of bytes; the least recently used go
+first. Where the paper is silent: special tokens of the main model are left out of S and question; text between chunks
+is not read; without S, the model's BOS or EOS is the sink; weights are averaged over heads too.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from sglang_chunk_cache.selector.alignment import Tokens, best_of_overlap, decod
 from sglang_chunk_cache.selector.auxiliary import AuxiliaryModel, KeysValues
 
 STEP_LEN = 256
-"""Tokens that are read at once: a question that could be answered waits no longer than for these."""
+"""Tokens that are read at once: a question that can be answered waits at most for these."""
 
 
 class TooLong(ValueError):
@@ -35,8 +36,8 @@ class ReadChunk:
     """A chunk as the auxiliary model knows it.
 
     Attributes:
-        past: S and the chunk.
-        own, main: its tokens, of either tokenizer.
+        past: keys and values of S and of the chunk.
+        own, main: the chunk's tokens, of the auxiliary and of the main model.
     """
 
     past: tuple[KeysValues, KeysValues]
@@ -64,7 +65,7 @@ class ChunkScorer:
         self.num_bytes = 0
 
     def find(self, key: bytes) -> ReadChunk | None:
-        """A chunk that was prepared, where it is still kept; a use of it."""
+        """A chunk that was prepared, if it is still kept; this counts as a use."""
         found = self._kept.get(key)
         if found is None:
             return None
@@ -75,7 +76,7 @@ class ChunkScorer:
     def prepare(
         self, key: bytes, ids: Sequence[int], prefix_key: bytes, prefix_ids: Sequence[int]
     ) -> Iterator[ReadChunk | None]:
-        """Reads a chunk behind its prefix; yields None after each step and the chunk at last.
+        """Reads a chunk behind its prefix; yields None after each step, and finally the chunk.
 
         Raises:
             ValueError: ids that the main model's tokenizer has no text for.
@@ -100,7 +101,7 @@ class ChunkScorer:
         yield chunk
 
     def score(self, question_ids: Sequence[int], chunks: Sequence[ReadChunk]) -> list[npt.NDArray[np.float32]]:
-        """Per chunk `[its tokens of the main model]`, the best score among the auxiliary tokens that one overlaps.
+        """Per chunk a score of each token of the main model: the best of the auxiliary tokens that it overlaps.
 
         Raises:
             TooLong: the auxiliary model has too few positions.

@@ -1,11 +1,10 @@
 """QuestionDesk: the questions that wait for the selector, and the next thing to do for one of them.
 
-Verbs: `take` (a question has come), `step` (a bounded piece of work; what it has answered), `has_work`.
+Verbs: `take` (a question has come), `step` (does a bounded piece of work, returns answers), `has_work`.
 
-Promises: a question whose chunks are all prepared goes before one that is not, and both before chunks that nobody waits
-for any more; equal questions are answered at once. A question that is late is dropped, and its chunks are prepared all
-the same when nothing else is to be done, so that the next one finds them. A question that cannot be scored is answered
-with the reason.
+Promises: questions whose chunks are all prepared go first, then other questions, then chunks that nobody waits for any
+more; equal questions are answered together. A late question is dropped, but its chunks are still prepared when there is
+nothing else to do, so that the next question finds them. A question that cannot be scored is answered with the reason.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from sglang_chunk_cache.selector.selector_messages import IDS, Question, Scores,
 logger = logging.getLogger(__name__)
 
 MAX_LATE = 1024
-"""Chunks of late questions that are still to be prepared; the oldest are forgotten."""
+"""Most chunks of late questions that are still to be prepared; beyond that, the oldest are forgotten."""
 
 _Reading = Iterator[ReadChunk | None]
 
@@ -59,11 +58,11 @@ class QuestionDesk:
         return bool(self._waiting or self._late)
 
     def take(self, question: Question, now: float) -> None:
-        """A question that is worth an answer until `timeout_s` from now."""
+        """Takes a question, which is late after its `timeout_s`."""
         self._waiting.append(_Waiting(question, now + question.timeout_s))
 
     def step(self, now: float) -> list[Scores]:
-        """The next piece of work, and the answers that it brought."""
+        """Does the next piece of work; returns the answers that it brought."""
         for waiting in [waiting for waiting in self._waiting if waiting.deadline <= now]:
             self._waiting.remove(waiting)
             self._late += [(waiting.question.prefix, chunk) for chunk in waiting.question.chunks]
@@ -118,7 +117,7 @@ class QuestionDesk:
             self._late.popleft()
 
     def _read(self, prefix: Text, chunk: Text) -> bool:
-        """One step of reading a chunk; whether it is read."""
+        """Does one step of reading a chunk; returns whether the chunk is now read."""
         if chunk.key not in self._reading:
             prepare = partial(self._scorer.prepare, chunk.key, ids_of(chunk.ids))
             self._reading[chunk.key] = prepare(prefix.key, ids_of(prefix.ids))
@@ -126,7 +125,7 @@ class QuestionDesk:
         if read is None:
             return False
         del self._reading[chunk.key]
-        for waiting in self._waiting:  # they keep it, however little may be kept
+        for waiting in self._waiting:  # questions hold the chunk, however few bytes the scorer may keep
             if any(chunk.key == wanted.key for wanted in waiting.question.chunks):
                 waiting.read[chunk.key] = read
         return True
@@ -137,7 +136,7 @@ class QuestionDesk:
         return [Scores(one.question.number, None, reason) for one in self._leave(waiting)]
 
     def _leave(self, answered: _Waiting) -> list[_Waiting]:
-        """This question and all that are equal, which wait no longer."""
+        """Removes this question and all equal ones from those that wait, and returns them."""
         same = [waiting for waiting in self._waiting if waiting.asks_the_same(answered.question)]
         self._waiting = [waiting for waiting in self._waiting if not waiting.asks_the_same(answered.question)]
         return same

@@ -1,13 +1,13 @@
-"""SelectorClient: in the process that tokenizes, asks the selector's process and keeps it alive.
+"""SelectorClient: asks the selector's process, and keeps it alive; runs in the process that tokenizes.
 
-Verbs: `start` (waits until the model is loaded), `ask` (a prompt; its answer comes by a call, once), `watch` (a task of
-the event loop: receives, answers what is late, starts the process again), `forget` (all that the process has read),
-`close`.
+Verbs: `start` (waits until the model is loaded), `ask` (asks for a prompt; `answer` is called once with the result),
+`watch` (a task of the event loop: receives, answers what is late, starts the process again), `forget` (all that the
+process has read), `close`.
 
-Promises: whatever is asked is answered, by scores within `timeout_s` or by a reason. A process that ended, or gave no
-sign of life for `SILENT_S`, is ended and started again; what it was asked is answered at once, and so is what comes
-until it is ready; so it is where no process can be started. Nothing here waits for it but `start`. `watch` alone closes
-the sockets that it waits on.
+Promises: every question is answered, by scores within `timeout_s` or by a reason. A process that ended, or gave no sign
+of life for `SILENT_S`, is ended and started again. The questions that it had are answered at once with a reason, and so
+are those that come until a process is ready, even if none can be started. Only `start` waits for the process. Except
+for `close`, only `watch` closes the sockets that it waits on.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ from sglang_chunk_cache.telemetry.selector_metrics import SELECTOR_METERS
 logger = logging.getLogger(__name__)
 
 START_S = 600.0
-"""A model that is not loaded by then, or not downloaded, does not start the server."""
+"""Seconds in which the model must be downloaded and loaded; otherwise the server does not start."""
 SILENT_S = 5.0
-"""A process that runs gives ten signs of life in this time."""
+"""Seconds without a sign of life after which a process is ended; one that runs gives ten in this time."""
 MAX_PAUSE_S = 60.0
-"""Before a process that ends again and again is started once more."""
+"""Most seconds before a process that ends again and again is started once more."""
 _WATCH_MS = 200
 
 
@@ -76,7 +76,7 @@ class _Process:
     heard_at: float
     is_ready: bool = False
     killed_why: str | None = None
-    """End of a sentence about the process, where it was ended to be started again."""
+    """Why it was ended to be started again, as the end of a sentence about the process; None = it was not."""
 
     def kill(self) -> None:
         self.popen.kill()
@@ -101,7 +101,7 @@ class SelectorClient:
     """See the head of this file.
 
     Args:
-        model: the auxiliary one.
+        model: the auxiliary model.
         tokenizer, trust_remote_code, revision: of the main model, as SGLang loads it.
         answer: called in the event loop with a request's id and its answer.
     """
@@ -157,7 +157,7 @@ class SelectorClient:
         logger.info("Chunk cache: selector %s runs as process %d", self._settings.model, process.popen.pid)
 
     def close(self) -> None:
-        """Ends the process; what was asked is not answered any more."""
+        """Ends the process; open questions are not answered any more."""
         if self._process is not None:
             self._process.end()
             self._process = None
@@ -179,7 +179,7 @@ class SelectorClient:
             token_ids: the whole prompt.
         """
         for stale in [number for number, asked in self._asked.items() if asked.rid == rid]:
-            del self._asked[stale]  # of a request that is gone, whose id is used again
+            del self._asked[stale]  # of a request that is gone: its id is used again
         number = next(self._numbers)
         lens = tuple(end - start for start, end in opts.spans)
         self._asked[number] = _Asked(rid, time.monotonic(), lens)
@@ -189,7 +189,7 @@ class SelectorClient:
             return
         try:
             process.questions.send(dumps(self._question(number, opts, token_ids, partition)), zmq.NOBLOCK)
-        except zmq.Again:  # it reads nothing and its socket is full
+        except zmq.Again:  # the process reads nothing, and its socket is full
             self._settle(number, None, "selector_unavailable")
 
     def _question(self, number: int, opts: RequestOptions, token_ids: TokenIds, partition: Partition) -> Question:
@@ -209,7 +209,7 @@ class SelectorClient:
         )
 
     async def watch(self) -> None:
-        """Runs as long as the event loop does."""
+        """Receives answers and looks after the process, as long as the event loop runs."""
         while True:
             process = self._process
             waiting = None if process is None else zmq.asyncio.Socket.shadow(process.replies.underlying)
@@ -221,7 +221,7 @@ class SelectorClient:
             self._sweep(time.monotonic())
 
     def _receive(self, process: _Process) -> None:
-        """All that has come from the process."""
+        """Handles all that has come from the process."""
         while process.replies.poll(0):
             reply = loads_reply(process.replies.recv())
             process.heard_at = time.monotonic()
@@ -276,7 +276,7 @@ class SelectorClient:
             logger.warning("Chunk cache: the selector: %s; tried again in %.1f s", error, self._put_off_start())
 
     def _put_off_start(self) -> float:
-        """Seconds until the next start; each time more, until a process is ready."""
+        """Puts the next start off; returns by how many seconds: each time more, until a process is ready."""
         pause_s = self._pause_s
         self._start_at = time.monotonic() + pause_s
         self._pause_s = min(MAX_PAUSE_S, 2 * pause_s + 1.0)
@@ -285,7 +285,7 @@ class SelectorClient:
     def _settle(self, number: int, rankings: Sequence[bytes] | None, reason: str | None) -> None:
         asked = self._asked.pop(number, None)
         if asked is None:
-            return  # it was late, and has its answer
+            return  # the question was late, and has its answer
         found = None
         if rankings is not None:
             found = tuple(np.frombuffer(one, dtype=SCORES) for one in rankings)
@@ -304,7 +304,7 @@ class SelectorClient:
                 process = self._spawn_undoing(undo)
                 undo.pop_all()
                 return process
-        except (OSError, zmq.ZMQError) as error:  # no place for its sockets, no memory, too many files
+        except (OSError, zmq.ZMQError) as error:  # no folder for its sockets, no memory, too many files
             raise SelectorStartError(f"its process could not be started: {error}") from error
 
     def _spawn_undoing(self, undo: contextlib.ExitStack) -> _Process:

@@ -1,4 +1,4 @@
-"""What the process that tokenizes and the selector say to each other, as msgpack.
+"""Messages between the process that tokenizes and the selector, as msgpack.
 
 Token ids and scores travel as bytes of numpy arrays (`IDS`, `SCORES`), in the byte order of their machine.
 """
@@ -15,14 +15,14 @@ SCORES = np.dtype(np.float32)
 
 
 class Text(msgspec.Struct, array_like=True, frozen=True):
-    """Tokens of the main model; `key` is equal for equal tokens behind equal ones, of one tenant."""
+    """Tokens of the main model. Keys are equal if the tokens, the tokens in front of them and the tenant are."""
 
     key: bytes
     ids: bytes
 
 
 class Question(msgspec.Struct, tag="question", array_like=True, frozen=True):
-    """Score the chunks of a prompt: `prefix` stands in front of them, `question` (ids) behind; `number` is its name."""
+    """Asks to score the chunks of a prompt, with `prefix` in front and `question` (ids) behind; `number` names it."""
 
     number: int
     timeout_s: float
@@ -32,7 +32,7 @@ class Question(msgspec.Struct, tag="question", array_like=True, frozen=True):
 
 
 class Scores(msgspec.Struct, tag="scores", array_like=True, frozen=True):
-    """Per chunk one score for each of its tokens, or the reason why there are none."""
+    """Answers a question: per chunk one score for each of its tokens, or the reason why there are none."""
 
     number: int
     rankings: list[bytes] | None
@@ -40,7 +40,7 @@ class Scores(msgspec.Struct, tag="scores", array_like=True, frozen=True):
 
 
 class Alive(msgspec.Struct, tag="alive", array_like=True, frozen=True):
-    """The process runs; `is_ready`: its model is loaded."""
+    """Says that the process runs; `is_ready`: its model is loaded."""
 
     is_ready: bool
 
@@ -66,6 +66,6 @@ class Settings(msgspec.Struct, frozen=True):
 
 dumps = msgspec.msgpack.encode
 loads_question = msgspec.msgpack.Decoder(Question).decode
-"""What the selector receives."""
+"""Decodes what the selector receives."""
 loads_reply: Callable[[bytes], Scores | Alive] = msgspec.msgpack.Decoder(Scores | Alive).decode
-"""What it sends."""
+"""Decodes what the selector sends."""

@@ -6,11 +6,11 @@
     <root>/<fingerprint>/writing/               not complete yet; what a killed writer left is removed at the next start
 
 A file is the description (`record`), then K and V of layer 0, K and V of layer 1, ..., then operator, offset and tail
-of each layer that keeps states, nothing else; so its length is known from its description. Who opens it sees all of it
-(`files`), and who has it open keeps it when it is replaced or deleted.
+of each layer that keeps states, nothing else; so its length is known from its description. A reader always sees a whole
+file (`files`), and keeps the one that it has open even if that is replaced or deleted.
 
-A folder that may only be read is good for reading: each write raises `unreadable` then, and damaged entries stay. Token
-ids and KV lie there in the clear, and no file is readable for other users.
+A read-only folder serves reads: each write raises `unreadable`, and damaged entries stay. Token ids and KV are not
+encrypted, but no file is readable for other users.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class DiskMedium(LayerwiseMedium):
     """See the head of this file.
 
     Args:
-        root: made where it is not there.
+        root: made if it does not exist.
 
     Raises:
         TierError: `root` is no folder and cannot be made one.
@@ -88,7 +88,7 @@ class DiskMedium(LayerwiseMedium):
         header = encode(self.fingerprint, stored.info, checksums_of(stored))
         with as_tier_errors(path):
             if self._root.stat().st_dev != self._device:
-                # It was unmounted: what is written now would fill the file system below.
+                # The disk was unmounted: a write would fill the file system that it was mounted on.
                 raise OSError(errno.ENOENT, os.strerror(errno.ENOENT), str(self._root))
             if not self._writing.is_dir():
                 self._make_folders()
@@ -141,7 +141,7 @@ class DiskMedium(LayerwiseMedium):
                 yield layer, parts
 
     def _infos_in(self, folder: Path) -> Iterator[VariantInfo]:
-        """Descriptions in a key's folder; entries that cannot be read are told."""
+        """The variants in a key's folder; entries that cannot be read are reported."""
         with as_tier_errors(folder):
             try:
                 with os.scandir(folder) as entries:
@@ -162,7 +162,7 @@ class DiskMedium(LayerwiseMedium):
 
     @contextmanager
     def _opened(self, path: Path) -> Iterator[io.FileIO]:
-        """The file, which is removed if what is read inside is corrupt."""
+        """Opens a file, and removes it if what is read inside is corrupt."""
         with as_tier_errors(path):
             try:
                 file = path.open("rb", buffering=0)
@@ -177,7 +177,7 @@ class DiskMedium(LayerwiseMedium):
                 raise
 
     def _record(self, file: io.FileIO, path: Path) -> Record:
-        """The description, with which the length of the file agrees; the file stands behind it then."""
+        """Reads the description and checks the length of the file by it; the next read begins behind it."""
         with as_tier_errors(path):
             actual_len = os.fstat(file.fileno()).st_size
             raw = file.read(PREFIX.size)
@@ -217,7 +217,7 @@ def _parts(header: bytes, stored: StoredVariant) -> Iterator[bytes | memoryview]
 
 
 def _remove(path: Path, file: io.FileIO) -> None:
-    """Removes it unless it was replaced since it was opened, or may only be read."""
+    """Removes a file, unless it was replaced since it was opened, or the folder is read-only."""
     with suppress(OSError):
         if os.path.samestat(os.fstat(file.fileno()), path.stat()):
             path.unlink()

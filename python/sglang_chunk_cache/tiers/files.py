@@ -5,9 +5,9 @@
     as_tier_errors     an error of the operating system becomes a `TierError`
     read_all           exactly as many bytes as asked for
 
-A file is written in a folder for that, flushed to the device, and renamed. The writer holds a lock (`flock`) on it
-until then, which the kernel lets go of with the process, so another process can tell whether a writer lives: also one
-in another container, where process numbers mean something else.
+A file is written in a folder for that, flushed to the device, and renamed. Until then the writer holds a lock (`flock`)
+on it, which the kernel releases when the process ends. So another process can tell whether the writer lives, even from
+another container, where process numbers mean something else.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from sglang_chunk_cache.kv.stored_variant import TierError
 from sglang_chunk_cache.tiers.record import corrupt
 
 _UNLOCKABLE_AGE_S = 3600.0
-"""Age at which a file has no writer any more, where the file system knows no locks."""
+"""Age at which a file counts as abandoned on a file system without locks."""
 _NUM_TRIES = 100
-"""Each loses a race against another process, so a few are many."""
+"""A try fails only if it loses a race against another process, so few are needed."""
 _REASONS = {
     errno.ENOSPC: ("full", "no space left", "give the disk tier fewer bytes, or free some"),
     errno.EDQUOT: ("full", "the quota is used up", "give the disk tier fewer bytes, or raise the quota"),
@@ -53,7 +53,7 @@ def write_whole(path: Path, parts: Iterable[bytes | memoryview], *, via: Path) -
         via: folder on the same file system in which it is written.
 
     Raises:
-        OSError: nothing is left of it.
+        OSError: it was not written; nothing is left of it.
     """
     file, temporary = _open_locked(via, path.stem)
     try:
@@ -72,12 +72,12 @@ def write_whole(path: Path, parts: Iterable[bytes | memoryview], *, via: Path) -
 
 
 def make_folder(folder: Path) -> None:
-    """Makes a folder that its owner alone may enter, where it is not there."""
+    """Makes a folder that its owner alone may enter, unless it is there."""
     folder.mkdir(mode=0o700, exist_ok=True)
 
 
 def remove_abandoned(folder: Path) -> None:
-    """Removes what has no writer any more from a folder that `write_whole` writes in."""
+    """Removes files that have no writer any more from a folder that `write_whole` writes in."""
     for path in folder.iterdir():
         with suppress(OSError), path.open("rb", buffering=0) as file:
             if _is_abandoned(file):
@@ -100,10 +100,10 @@ def as_tier_errors(path: Path) -> Iterator[None]:
 
 
 def read_all(file: io.FileIO, target: memoryview, path: Path) -> None:
-    """Fills `target`.
+    """Fills `target` from a file.
 
     Raises:
-        TierError: corrupt where the file ends before.
+        TierError: corrupt if the file ends before.
     """
     while target:
         num_read = file.readinto(target)
@@ -113,19 +113,19 @@ def read_all(file: io.FileIO, target: memoryview, path: Path) -> None:
 
 
 def _open_locked(folder: Path, name: str) -> tuple[io.FileIO, Path]:
-    """A new file, locked, which nobody takes for abandoned."""
+    """Opens a new file with a lock, so that nobody takes it for abandoned."""
     for _ in range(_NUM_TRIES):
         path = folder / f"{name}.{socket.gethostname()}.{os.getpid()}.{next(_numbers)}"
         try:
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        except FileExistsError:  # of a process that had the same number, in another container say
+        except FileExistsError:  # of a process that had the same number, for example in another container
             continue
         file = io.FileIO(descriptor, "w")
-        with suppress(OSError):  # no locks here: its age tells then
+        with suppress(OSError):  # without locks, its age tells whether it is abandoned
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         if os.fstat(descriptor).st_nlink:
             return file, path
-        file.close()  # taken for abandoned before it was locked
+        file.close()  # another process removed it before it was locked
     raise OSError(errno.EIO, f"no file could be made in {_NUM_TRIES} tries", str(folder))
 
 
@@ -135,7 +135,7 @@ def _rename(temporary: Path, path: Path) -> None:
         try:
             os.replace(temporary, path)
         except FileNotFoundError:
-            temporary.stat()  # raises if that is what is gone
+            temporary.stat()  # raises if this file is gone
             with suppress(FileNotFoundError):
                 make_folder(path.parent.parent)
                 make_folder(path.parent)

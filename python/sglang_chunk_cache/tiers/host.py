@@ -1,7 +1,7 @@
 """HostMedium: memory of this process. Nothing of it outlives the process, and no other process sees it.
 
-Without checksums: the bytes are never outside of this process. What is read are the stored tensors themselves, not
-copies; they stay alive as long as somebody holds them, deleted or not.
+It has no checksums, since the bytes never leave this process. A read returns the stored tensors themselves, not copies;
+they stay alive as long as somebody holds them, even if the entry is deleted.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
 """TierLoader: finds chunks that are not in the KV pool in the tiers below it, for requests that wait.
 
 Verbs: `want` (a request begins to wait), `poll` (once per scheduling step: which loads have ended, on all ranks),
-`is_held` (it must not be admitted yet), `bring_in` (what was found for it goes into the pool; just before admission),
-`clear`.
+`is_held` (whether a request must not be admitted yet), `bring_in` (puts what was found for a request into the pool,
+just before its admission), `clear`.
 
-Promises: a request is held until each of its loads has ended, in one way or another, and not for longer than
-`timeout_s`. One load serves all requests that want the chunk. Tensor-parallel ranks take the same steps: whether a
-request is held, and what was found for it, is what all of them have found. What was found stays referenced here until
-its request leaves the queue, whatever the tiers evict meanwhile.
+Promises: a request is held until each of its loads has succeeded or failed, but not for longer than `timeout_s`. One
+load serves all requests that want the chunk. All tensor-parallel ranks hold the same requests, and use only what all of
+them have found. What was found stays referenced here until its request leaves the queue, even if the tiers evict it.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ from sglang_chunk_cache.tiers.workers import Workers
 from sglang_chunk_cache.tiers.writer import TierWriter
 
 MAX_STAGED_BYTES = 2 << 30
-"""Bytes of chunks for requests that wait; while there are more, no further load is begun."""
+"""Bytes of chunks for requests that wait; once there are as many, a load begins only when no other is running."""
 
 TOO_LATE = Found(reason="tier_timeout")
 OUTRUN = Found(reason="tier_late")
@@ -49,10 +48,12 @@ UNWANTED = Found()
 
 @dataclass
 class _Waiting:
-    """A request: `decided` needs no load, by key, and `outcome` is for all chunks, once all loads have ended.
+    """A request that waits.
 
     Attributes:
-        late: what a chunk is that has not come when the request waits no longer.
+        late: outcome of a chunk that has not come when the request stops waiting.
+        decided: outcomes of chunks that need no load, by key.
+        outcome: outcomes of all chunks, by key; None until the request stops waiting.
     """
 
     chunks: tuple[Wanted, ...]
@@ -67,7 +68,7 @@ class TierLoader:
     Args:
         tiers: in the order in which they are asked.
         prefill_cost: how long computing takes.
-        ratio: of the tokens that are brought in, how many a request usually computes again while layers arrive.
+        ratio: share of the loaded tokens that a request usually recomputes while layers arrive.
     """
 
     def __init__(
@@ -101,7 +102,7 @@ class TierLoader:
         self._queue = PrefetchQueue()
         self._waiting: dict[str, _Waiting] = {}
         # All by chunk key:
-        self._searches: dict[bytes, OpenSearch] = {}  # for what is to be loaded, under way or there
+        self._searches: dict[bytes, OpenSearch] = {}  # of chunks that will be loaded, are being loaded or were loaded
         self._found: dict[bytes, Found] = {}
         self._estimated_s: dict[bytes, float] = {}
         self._preload: dict[bytes, int] = {}
@@ -110,21 +111,21 @@ class TierLoader:
         self.num_staged_bytes = 0
         """Bytes of chunks that are there or under way, for requests that were not admitted yet."""
         self.estimates = Estimates()
-        """What the loads that this rank estimated have taken."""
+        """Estimated and actual seconds of this rank's loads."""
 
     # Requests.
 
     def want(
         self, rid: str, chunks: Sequence[Wanted], *, num_keys: int, num_rows: Callable[[], int], num_rows_ahead: int = 0
     ) -> None:
-        """A request that begins to wait needs chunks that the pool does not have, or only as a variant that fits worse.
+        """Begins to load chunks for a request: those that the pool lacks, or has only as a variant that fits worse.
 
         Args:
             num_keys: tokens of its prompt.
-            num_rows: gives the rows that it would compute without these chunks; called where layers load beside it.
-            num_rows_ahead: rows that the requests in front of it will compute, at most.
+            num_rows: returns the rows that it would compute without these chunks; called if layers load in forwards.
+            num_rows_ahead: most rows that the requests in front of it will compute.
         """
-        if rid in self._waiting:  # it was admitted or aborted, and is back before anybody looked
+        if rid in self._waiting:  # it was admitted or aborted, and was queued again before the next `poll`
             self._forget(rid)
             self._drop_unwanted()
         now = time.monotonic()
@@ -149,7 +150,7 @@ class TierLoader:
         for key, search in to_load.items():
             other = self._searches.get(key)
             if other is None or (other.chunk.held.is_of_use and not search.chunk.held.is_of_use):
-                self._searches[key] = search  # whoever holds nothing needs more; a search that runs goes on
+                self._searches[key] = search  # the pool has nothing for this request; a search that runs goes on
         self._queue.want(rid, to_load, now, now + patience)
         self._begin_loads()
         while self._config.loading == "sync" and self._queue.state_of(rid) is State.WAITING:
@@ -157,7 +158,7 @@ class TierLoader:
             self._queue.poll(time.monotonic())
 
     def _open_searches(self, chunks: Sequence[Wanted], num_keys: int, hidden_s: float) -> dict[bytes, OpenSearch]:
-        """Searches by key; of what the pool has only where some rank knows of something that may be better."""
+        """Searches by key. A chunk that the pool has is left out, unless some rank may find a better variant of it."""
         chunks = tuple({chunk.key: chunk for chunk in chunks}.values())
         is_held = any(chunk.held.is_of_use for chunk in chunks)
         shares = np.zeros((len(chunks), len(self._tiers)))
@@ -181,15 +182,15 @@ class TierLoader:
         return {key: search for (key, search), is_of_use in zip(searches.items(), agreed, strict=True) if is_of_use}
 
     def _agreed(self, values: np.ndarray) -> np.ndarray:
-        """The largest of any rank, which all then decide by."""
+        """The largest value of any rank, rounded up, so that all ranks decide alike."""
         votes = np.minimum(np.ceil(values), 1 << 40).astype(np.int64)
         return self._reduce_max(votes.reshape(-1)).reshape(votes.shape)
 
     def poll(self, queued: Sequence[str]) -> None:
-        """Settles what has become of the requests that wait.
+        """Settles requests whose loads have ended or are late, and begins further loads.
 
         Args:
-            queued: ids of the requests in the queue, in order; others that wait here are gone.
+            queued: ids of the requests in the queue, in order; others that wait here are forgotten.
         """
         for rid in self._waiting.keys() - set(queued):
             self._forget(rid)
@@ -214,7 +215,7 @@ class TierLoader:
         return len(self._queue)
 
     def bring_in(self, rid: str) -> Mapping[bytes, Found]:
-        """Puts into the pool what was found for a request and is not there; what became of its chunks, by key."""
+        """Puts what was found for a request into the pool, if it is not there; returns what became of its chunks."""
         waiting = self._waiting.get(rid)
         if waiting is None or waiting.outcome is None:
             return {}
@@ -227,7 +228,7 @@ class TierLoader:
         return waiting.outcome
 
     def _forget(self, rid: str) -> None:
-        """It was admitted, or is gone."""
+        """Forgets a request that was admitted or is gone."""
         self._queue.cancel(rid)
         for chunk in self._waiting.pop(rid).chunks:
             self._num_wanting[chunk.key] -= 1
@@ -240,7 +241,7 @@ class TierLoader:
                     self.num_staged_bytes -= num_bytes
 
     def clear(self) -> None:
-        """Nobody waits any more."""
+        """Forgets all requests."""
         self.poll(())
 
     # Loads.
@@ -248,7 +249,7 @@ class TierLoader:
     def _compute_what_is_faster(
         self, waiting: _Waiting, searches: Mapping[bytes, OpenSearch], num_keys: int, hidden_s: float
     ) -> float:
-        """Decides for chunks that are computed sooner than loaded; how many seconds the request waits for others."""
+        """Marks chunks that are computed sooner than loaded; returns how many seconds the request waits for others."""
         options: dict[bytes, LoadOption] = {}
         for key, search in searches.items():
             expected, chunk = self._expected(search), search.chunk
@@ -277,7 +278,7 @@ class TierLoader:
     def _choose_preload(
         self, waiting: _Waiting, searches: Mapping[bytes, OpenSearch], num_rows: int, num_keys: int
     ) -> None:
-        """How many layers must be there before the forward begins, so that it never waits for one: L_p."""
+        """Sets how many layers are loaded before the forward begins, so that it never waits for one: L_p."""
         load_s, to_load, spared_lens = 0.0, [], []
         for key, search in searches.items():
             found, expected, chunk = waiting.decided.get(key), self._expected(search), search.chunk
@@ -308,7 +309,7 @@ class TierLoader:
         return self._payload_len(len(chunk.token_ids))
 
     def _queued_bytes(self) -> dict[str, int]:
-        """Bytes asked for and not there yet, by tier; each worker reads a share of them."""
+        """Bytes of loads that have not ended, by tier, divided by the number of workers."""
         queued = {tier.name: 0 for tier in self._tiers}
         for key, search in self._searches.items():
             tier = None if key in self._found else self._tier_that_has(key)
@@ -317,12 +318,12 @@ class TierLoader:
         return queued
 
     def _tier_that_has(self, key: bytes) -> Tier | None:
-        """The first below the host's that is known to have it."""
+        """The first tier below host memory that is known to have the chunk."""
         return next((tier for tier in self._tiers if not tier.is_host and tier.ledger.entries_of(key)), None)
 
     def _begin_loads(self) -> None:
-        # As many as there is room for: they go on while a forward keeps this thread. One by one where there is none: a
-        # single request may want more.
+        # As many as there is room for, since they run while a forward keeps this thread busy; without room, one at a
+        # time, since a single request may want more than there is room for.
         while self.num_staged_bytes < MAX_STAGED_BYTES or not self._queue.num_loading:
             key = self._queue.take()
             if key is None:
@@ -330,7 +331,7 @@ class TierLoader:
             self._load(key)
 
     def _load(self, key: bytes) -> None:
-        if key not in self._staged:  # else another request still holds what an earlier load has found
+        if key not in self._staged:  # otherwise another request still holds what an earlier load found
             self._staged[key] = self._num_bytes(self._searches[key].chunk)
             self.num_staged_bytes += self._staged[key]
         find = partial(self._find, self._searches[key], self._preload.get(key))
@@ -341,17 +342,17 @@ class TierLoader:
         if found is UNWANTED and self._num_wanting.get(key):  # by a request that came since the worker looked
             self._load(key)
             return
-        for tier in found.absent:  # what was listed since then has been written since then
+        for tier in found.absent:  # `listed` is from before the search: later entries were written meanwhile
             for entry_id in filter(tier.ledger.contains, listed[tier.name]):
                 self._writer.forget(tier, entry_id)
         self._note_reads(key, found)
         self._found[key] = dataclasses.replace(found, reads=(), seen=(), absent=())
-        self._queue.complete(key)  # it has ended; how, is what was found
+        self._queue.complete(key)  # the load has ended; `found` says how
         self._drop_unwanted()
         self._begin_loads()
 
     def _run_streams(self, streams: Mapping[bytes, LayerStream]) -> None:
-        """Reads to their end those that a forward is about to wait for, before what only a queue waits for."""
+        """Reads streams to their end, in a lane of their own: a forward needs them sooner than queued requests do."""
         begun = {key: stream for key, stream in streams.items() if not stream.has_begun}
         for stream in begun.values():
             stream.has_begun = True
@@ -374,7 +375,7 @@ class TierLoader:
             self._metrics.count_estimate(tier.name, self._estimated_s[key], seconds)
 
     def _note_reads(self, key: bytes, found: Found) -> None:
-        """The ledgers learn what is there; the estimates, what it took."""
+        """Tells the ledgers what is there, and the estimates how long it took to read."""
         for tier, listed in found.seen:
             self._writer.adopt(tier, listed)
         for tier, info, reason in found.reads:
@@ -397,11 +398,11 @@ class TierLoader:
         self._preload.pop(key, None)
 
     def _find(self, search: OpenSearch, num_layers: int | None) -> Found:
-        """A worker's part: nobody may want it any more."""
+        """Runs a search unless nobody wants its chunk any more; called by a worker."""
         return self._search.run(search, num_layers) if self._num_wanting.get(search.chunk.key) else UNWANTED
 
     def _settle(self, rids: Sequence[str]) -> None:
-        """The loads of these requests have ended, or are late, on all ranks."""
+        """Sets the outcome of requests whose loads have ended, or are late, on all ranks."""
         pairs = [(self._waiting[rid], chunk.key) for rid in rids for chunk in self._waiting[rid].chunks]
         outcomes = [self._outcome(self._waiting[rid], chunk) for rid in rids for chunk in self._waiting[rid].chunks]
         if outcomes:
@@ -417,9 +418,9 @@ class TierLoader:
         self._run_streams({key: found.stream for key, found in found_by_key if found.stream is not None})
 
     def _outcome(self, waiting: _Waiting, chunk: Wanted) -> Found:
-        """What was decided or found for a chunk; where that came too late, what host memory has of it."""
+        """What was decided or found for a chunk; if that came too late, what host memory has of it."""
         found = waiting.decided.get(chunk.key) or self._found.get(chunk.key)
-        # Another request's search may have ended because that request holds a variant, which this one does not.
+        # Another request's search may have ended because the pool has a variant for it, but none for this request.
         if found is not None and (chunk.held.is_of_use or not found.is_held):
             return found
         in_memory = self._search.run_in_memory(self._search.open(chunk, {}, is_memory=True))
@@ -429,7 +430,7 @@ class TierLoader:
         return in_memory
 
     def _agree(self, outcomes: Sequence[Found]) -> list[Found]:
-        """What not all ranks found is not used, and forgotten where it cannot be completed: all write it anew then."""
+        """Drops what not all ranks found, and deletes entries of which a rank has no part: all write them anew then."""
         agreed = []
         for found, verdict in zip(outcomes, agree([found.vote for found in outcomes], self._reduce_max), strict=True):
             is_same = verdict is Verdict.SAME

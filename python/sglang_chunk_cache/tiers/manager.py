@@ -6,13 +6,13 @@ Verbs: `note_stored`, `save_victims`, `want`, `poll`, `is_held`, `bring_in`
 
 Order of the tiers: `host` (memory of this process), `disk`, `remote`. A chunk that is found in one of them goes into
 the host tier and then into the pool, as a tree node of its own; from there on it is a variant like any other. So only
-this package knows where a chunk has been, and a load that fails is a chunk that is not stored.
+this package knows where a chunk has been, and a chunk whose load fails counts as not stored.
 
-What is on disk is listed when a server begins. A store that servers share (`Tier.is_asked`) is asked for each chunk
-that a request waits for, so its ledger has what this server wrote there or was told of.
+The disk is listed when a server starts. A store that servers share (`Tier.is_asked`) is asked for each chunk that a
+request waits for, so its ledger knows only what this server wrote there or was told of.
 
 Promises: pool and index change in the scheduler's thread alone, and alike on all tensor-parallel ranks. What comes from
-a tier is used after its checksums, fingerprint and tokens were compared.
+a tier is used only after its tokens were compared, and outside of host memory also its checksums and fingerprint.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from sglang_chunk_cache.tiers.writer import TierWriter
 logger = logging.getLogger(__name__)
 
 NOTE_EVERY_S = 300.0
-"""After so long what entries are worth is kept again; a server that is killed forgets no more than that."""
+"""Seconds between two writes of what entries are worth: a server that is killed loses no more than that."""
 
 
 class ChunkTiers:
@@ -96,7 +96,7 @@ class ChunkTiers:
         self._noted_at = time.monotonic()
 
     def observe(self, observer_of: Callable[[str, Callable[[int], int]], Observer]) -> None:
-        """Has what comes and goes told to an observer for each tier, of its name and how many tokens its bytes are."""
+        """Gives each tier's ledger an observer, made from the tier's name and a function of bytes to tokens."""
         for tier in self._tiers:
             tier.ledger.observer = observer_of(tier.name, self._fingerprint.num_tokens)
 
@@ -118,14 +118,14 @@ class ChunkTiers:
             self._loader.want(rid, chunks, num_keys=num_keys, num_rows=num_rows, num_rows_ahead=num_rows_ahead)
 
     def poll(self, queued: Sequence[str]) -> None:
-        """What workers have done takes effect, and `TierLoader.poll`."""
+        """Lets what workers have done take effect, then calls `TierLoader.poll`."""
         self._workers.run_done()
         self._loader.poll(queued)
         if time.monotonic() - self._noted_at > NOTE_EVERY_S:
             self._note_worth()
 
     def wait(self, timeout_s: float) -> None:
-        """Waits for a worker; where a step has nothing else to do, so that the workers get the interpreter."""
+        """Waits for a worker, in a step that has nothing else to do: so the workers get the interpreter."""
         self._workers.wait_done(timeout_s)
 
     def is_held(self, rid: str) -> bool:
@@ -141,10 +141,10 @@ class ChunkTiers:
         return {key: found.without_kv() for key, found in self._loader.bring_in(rid).items()}
 
     def stored_lens(self, names: Mapping[bytes, str]) -> dict[bytes, int]:
-        """Tokens of those of these chunks of which the tiers of every rank are known to have the variant of this name.
+        """Length in tokens of each chunk of which the tiers of every rank are known to have the named variant.
 
         Args:
-            names: by key.
+            names: of the variants, by chunk key.
         """
         if self._disabled_reason is not None or not names:
             return {}
@@ -153,7 +153,7 @@ class ChunkTiers:
         return {key: length for key, length in zip(names, lens.tolist(), strict=True) if length}
 
     def ask(self, keys: Sequence[bytes], *, is_first: bool) -> bool:
-        """Has stores that are asked searched for these chunks; whether a rank has no answer yet.
+        """Has shared stores searched for these chunks; returns whether some rank has no answer yet.
 
         Args:
             is_first: False = they were asked for already.
@@ -178,13 +178,13 @@ class ChunkTiers:
         return self._fingerprint.num_tokens(max(sizes, default=0))
 
     def known(self, key: bytes) -> dict[str, int]:
-        """Variants of a chunk that any rank knows of, by tier; stores are not asked."""
+        """How many variants of a chunk any rank knows of, by tier; stores are not asked."""
         is_off = self._disabled_reason is not None
         nums = [0 if is_off else len(tier.ledger.entries_of(key)) for tier in self._tiers]
         return self._by_tier(np.array([nums], dtype=np.int64))[0]
 
     def evict(self, keys: Sequence[bytes]) -> dict[bytes, dict[str, int]]:
-        """Deletes all variants of these chunks, also those that other servers wrote, as soon as workers come to it.
+        """Deletes all variants of these chunks, also those that other servers wrote, once a worker is free.
 
         Returns:
             By key and tier, how many variants any rank knew of; keys and tiers without any are left out.
@@ -194,7 +194,7 @@ class ChunkTiers:
             for j, tier in enumerate(self._tiers):
                 known = [*tier.ledger.entries_of(key), *(one for one in tier.writing if one.key == key)]
                 num_known[i, j] = len(known)
-                self._forget_all(tier, known)  # at once: whoever asks from now on is told that it is gone
+                self._forget_all(tier, known)  # at once: from now on the chunk counts as gone
                 if not tier.is_host:
                     problem = f"a chunk was not deleted from tier {tier.name}"
                     find = partial(_found, tier, [key])
@@ -213,7 +213,7 @@ class ChunkTiers:
                 self._workers.submit(partial(_listed, tier, behind, problem), self._forget_found)
 
     def _by_tier(self, nums: np.ndarray) -> list[dict[str, int]]:
-        """Rows of numbers by tier, without zeros; the most of any rank, whose ledgers learn at different times."""
+        """Each row as a dict by tier, without zeros; numbers are the largest of any rank, as ledgers may differ."""
         if nums.size:
             nums = self.reduce_max(nums.reshape(-1)).reshape(nums.shape)
         return [{tier.name: n for tier, n in zip(self._tiers, row, strict=True) if n} for row in nums.tolist()]
@@ -248,7 +248,7 @@ class ChunkTiers:
                 tier.ledger.observer = None
 
     def stats(self) -> dict[str, Any]:
-        """Plain JSON values: per tier what the ledger counts and what loads take, and whether estimates were true."""
+        """JSON values: for each tier what its ledger counts and how long loads take, and how good estimates were."""
         estimates = self._loader.estimates
         prefill = self._prefill_cost.record()
         return {
@@ -275,23 +275,23 @@ class ChunkTiers:
         """Ends the workers, once what was submitted is done."""
         self._workers.close()
         for tier in self._tiers_to_note():
-            _note(tier, encode_worth(tier.ledger))  # here: the workers of a process that ends take nothing more
+            _note(tier, encode_worth(tier.ledger))  # in this thread: the workers are closed
         for tier in self._tiers:
             tier.medium.close()
 
     def _note_worth(self) -> None:
-        """Has what entries are worth kept beside them, where some of them will have to go."""
+        """Has workers write what entries are worth, in tiers that will have to evict some."""
         self._noted_at = time.monotonic()
         for tier in self._tiers_to_note():
             self._workers.submit(partial(_note, tier, encode_worth(tier.ledger)), lambda _: None, lane="write")
 
     def _tiers_to_note(self) -> list[Tier]:
-        """Those that outlive this process and are too small for all: what is worth least will have to go."""
+        """Tiers that outlive this process and have a limit, so that they evict what is worth least."""
         bounded = [tier for tier in self._tiers if tier.ledger.max_bytes is not None and not tier.is_host]
         return bounded if self._disabled_reason is None else []
 
     def _adopt_all(self, found: tuple[Tier, list[EntrySummary], dict[EntryId, float]]) -> None:
-        """What a tier holds, in the order in which it would go: what nobody knows anything of is used least."""
+        """Takes over what a tier holds, in the order of eviction: entries of unknown worth first."""
         tier, entries, worth = found
         places = {entry_id: place for place, entry_id in enumerate(worth)}
         for listed in sorted(entries, key=lambda listed: places.get(listed.entry_id, -1)):
@@ -316,12 +316,12 @@ def _found(tier: Tier, keys: Sequence[bytes]) -> Iterator[EntrySummary]:
 
 
 def _asking(tier: Tier) -> str:
-    """The order of the jobs that ask it."""
+    """The `order` of the jobs that ask a tier (`Workers.submit`)."""
     return f"{tier.name} asked"
 
 
 def _listed(tier: Tier, entries: Callable[[], Iterable[EntrySummary]], problem: str) -> tuple[Tier, list[EntrySummary]]:
-    """A worker's part: what `entries` gives, or nothing, with the problem in the log, where the tier cannot say."""
+    """What `entries` returns; if the tier fails, nothing, and the log tells the problem. Called by a worker."""
     try:
         return tier, list(entries())
     except TierError as error:
@@ -330,7 +330,7 @@ def _listed(tier: Tier, entries: Callable[[], Iterable[EntrySummary]], problem: 
 
 
 def _scanned(tier: Tier) -> tuple[Tier, list[EntrySummary], dict[EntryId, float]]:
-    """A worker's part: what a tier holds, and what that was worth, as far as it was kept."""
+    """What a tier holds, and what that was worth as far as its note says. Called by a worker."""
     _, entries = _listed(
         tier, lambda: (info.listed for info in tier.medium.scan()), f"tier {tier.name} was not searched"
     )

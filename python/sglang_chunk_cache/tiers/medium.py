@@ -37,7 +37,7 @@ class Medium(Protocol):
     name: str
 
     def find(self, key: bytes) -> list[VariantInfo]:
-        """Ascending by (generation, name). Corrupt entries are skipped, told to `Problems` and removed, never raised.
+        """Variants ascending by (generation, name). Corrupt entries are skipped, told to `Problems` and removed.
 
         Raises:
             TierError: timeout, unavailable, unreadable.
@@ -47,21 +47,21 @@ class Medium(Protocol):
         """`info` comes from `find` or `scan`. The tensors may be shared with other readers: do not write to them.
 
         Raises:
-            TierError: any reason, full where host memory is; missing where it was deleted or replaced meanwhile.
+            TierError: any reason; full if host memory is, missing if the entry was deleted or replaced meanwhile.
         """
 
     def read_layers(self, info: VariantInfo) -> Iterator[Layer]:
         """Layers with KV in order; nothing is read, and nothing raised, before the first `next`. Raises as `read`."""
 
     def write(self, stored: StoredVariant) -> None:
-        """The tensors may change as soon as it returns.
+        """Stores a variant; its tensors may change as soon as this returns.
 
         Raises:
-            TierError: timeout, unavailable, full, unreadable; nothing of it is visible then.
+            TierError: timeout, unavailable, full, unreadable; nothing of the entry is visible then.
         """
 
     def delete(self, entry_id: EntryId) -> bool:
-        """Whether it was there. Reads that run end well, or with missing.
+        """Deletes an entry; returns whether it was there. A read under way succeeds, or raises missing.
 
         Raises:
             TierError: timeout, unavailable, unreadable.
@@ -71,7 +71,7 @@ class Medium(Protocol):
         """All entries, in no order; those that come and go meanwhile may be among them. Raises and skips as `find`.
 
         Args:
-            known: chunks that are looked for where the medium cannot be listed.
+            known: chunks to look for if the medium cannot be listed.
         """
 
     def read_note(self) -> bytes | None:
@@ -82,7 +82,7 @@ class Medium(Protocol):
         """
 
     def write_note(self, note: bytes) -> None:
-        """Keeps a note beside the entries; it is no entry. What does not outlive the process keeps none.
+        """Keeps a note beside the entries; it is no entry. A medium that does not outlive the process keeps none.
 
         Raises:
             TierError: timeout, unavailable, full, unreadable.
@@ -96,7 +96,7 @@ Target: TypeAlias = Callable[[int], Parts]
 
 
 BATCH_LEN = 8 << 20
-"""Bytes that one round trip to a store moves, and at least a layer: what is in flight beside the tensors themselves."""
+"""Bytes that one round trip to a store moves, and at least a layer; they take memory beside the tensors themselves."""
 
 
 class LayerwiseMedium(ABC):
@@ -137,12 +137,12 @@ class LayerwiseMedium(ABC):
 
     @abstractmethod
     def _layers(self, info: VariantInfo, target: Target) -> Iterator[tuple[int, Parts]]:
-        """All layers of an entry into tensors of `target`, which is asked once the description is verified."""
+        """Reads all layers of an entry into tensors of `target`, which is called once the description is verified."""
 
 
 class Problems:
-    """Entries that `find` or `scan` skip: each is logged once, however often it is met, and told each time to the
-    thread that met it: `take_skipped`."""
+    """Reports entries that `find` or `scan` skip: each is logged once, however often it is met; the thread that met it
+    learns of it each time, by `take_skipped`."""
 
     def __init__(self) -> None:
         self._told: set[str] = set()
@@ -165,7 +165,7 @@ _met = _Met()
 
 
 def take_skipped() -> str | None:
-    """Why this thread has skipped an entry last, in `find` or `scan`, since it was asked; None where it has not."""
+    """Why `find` or `scan` last skipped an entry in this thread since the previous call; None if none was skipped."""
     reason, _met.reason = _met.reason, None
     return reason
 

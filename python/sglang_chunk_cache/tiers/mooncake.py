@@ -4,14 +4,14 @@
     chunk_cache/<fingerprint>/<key>/<name>/<place>   its KV: K of all layers, then V of all layers; then operators,
                                                      offsets and tails of all layers that keep states
 
-The store knows keys and values, no lists and no compare-and-swap, but of two who put one key the first wins. So the
+The store has keys and values, but no lists and no compare-and-swap; of two writers of one key, the first wins. So the
 variants of a chunk lie in numbered slots, and each writer takes the first that is free. The payload is complete before
-a description names it, and lies at a new place each time: who reads while it is replaced finds all of the old one or
-nothing. The store evicts objects one by one; a description without payload is removed when it is met, a payload without
-description goes as the store needs room.
+a description names it, and lies at a new place each time: a reader finds all of the old payload, all of the new one, or
+nothing. The store evicts objects one by one; a description without payload is removed when it is met, and a payload
+without description is evicted when the store needs room.
 
-The client moves bytes between the store and registered memory without a copy; that memory is the call's own, since a
-call that does not come back in time is given up and may still use it, and no memory can be registered twice.
+The client moves bytes between the store and registered memory without a copy. Each call has memory of its own, since a
+call that times out is abandoned but may still use its memory, and no memory can be registered twice.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ from sglang_chunk_cache.tiers.record import (
 )
 
 TIMEOUT_S = 5.0
-"""Seconds that one call of the client may take; a call of a master that was stopped never ends."""
+"""Seconds that one call of the client may take; a call to a master that was stopped never ends."""
 AGAIN_S = 2.0
-"""Seconds between two attempts to reach a store that was not there."""
+"""Seconds between two attempts to reach a store that was unreachable."""
 NUM_SLOTS = 32
 """Variants of one chunk that a store holds."""
 LOCAL_BUFFER_LEN = 16 << 20
@@ -74,7 +74,7 @@ class _Entry:
 
 
 class MooncakeMedium(LayerwiseMedium):
-    """See the head of this file. Nothing is sent before the first call; after a restart of the master, all works on.
+    """See the head of this file. Nothing is sent before the first call; it works on after a restart of the master.
 
     Args:
         url: `mooncake://master:port?segment=4GB&protocol=tcp&device=&host=&metadata=P2PHANDSHAKE&replicas=1`. `segment`
@@ -170,7 +170,7 @@ class MooncakeMedium(LayerwiseMedium):
             raise
 
     def _entries(self, key: bytes) -> list[_Entry]:
-        """What sound descriptions of the chunk's variants say; others are told, and removed."""
+        """The chunk's variants with sound descriptions; other descriptions are reported and removed."""
         entries = []
         for slot, raw in self._get(self._slots(key)).items():
             where = f"{self._where} {slot}"
@@ -195,7 +195,7 @@ class MooncakeMedium(LayerwiseMedium):
         return f"{self._prefix}{info.key.hex()}/{info.name}/{place}"
 
     def _publish(self, info: VariantInfo, raw: bytes) -> str | None:
-        """Puts the description where the variant has one, whose payload is returned, or into a free slot."""
+        """Replaces the variant's description and returns the payload of the old one; without one, takes a free slot."""
         entries = {entry.slot: entry for entry in self._entries(info.key)}
         old = next((entry for entry in entries.values() if entry.record.info.name == info.name), None)
         for slot in self._slots(info.key):
@@ -267,7 +267,7 @@ class MooncakeMedium(LayerwiseMedium):
         return [layer_bytes(part) for part in parts]
 
     def _get(self, keys: list[str]) -> dict[str, bytes]:
-        """Those that are there."""
+        """The values of those keys that exist."""
         there = [key for key, exists in zip(keys, self._exist(keys), strict=True) if exists]
         if not there:
             return {}
@@ -283,14 +283,14 @@ class MooncakeMedium(LayerwiseMedium):
         return [one == 1 for one in found]
 
     def _remove(self, keys: list[str]) -> None:
-        """Also where somebody reads them: what they read is verified."""
+        """Removes keys, even while somebody reads them: what is read is verified."""
         if keys:
             for code in self._call(lambda store: store.batch_remove(keys, True)):
                 if code not in _ABSENT:
                     self._check(code)
 
     def _check(self, code: int) -> None:
-        """Whether a call went well: those that fail return a negative number."""
+        """Raises a `TierError` if a call failed, that is, returned a negative number."""
         if code >= 0:
             return
         if code == _FULL:
@@ -315,7 +315,7 @@ class MooncakeMedium(LayerwiseMedium):
             except Exception as error:  # noqa: BLE001  # raised below, by the thread that asked
                 box.append((None, error))
 
-        # A thread of its own, which need not end: a process can be left while it waits.
+        # A daemon thread of its own, which need not end: the process can exit while it waits.
         thread = threading.Thread(target=run, daemon=True, name="mooncake")
         thread.start()
         thread.join(TIMEOUT_S)
@@ -342,10 +342,10 @@ class MooncakeMedium(LayerwiseMedium):
 
 
 class _Address:
-    """What the url says.
+    """The parsed url.
 
     Raises:
-        ValueError: it names something else.
+        ValueError: it names no master, or an option or value that is not known.
     """
 
     def __init__(self, url: str) -> None:
@@ -398,7 +398,7 @@ class _Address:
 
 @contextmanager
 def _registered(store: Any, parts: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Memory that the store may read and write."""
+    """Lets the store read and write this memory inside."""
     done = []
     try:
         for part in parts:

@@ -9,9 +9,9 @@
     magic 8 | version 4 | length of the JSON 4 | CRC-32 of version, length and JSON 4 | JSON, padded with spaces
 
 Numbers are little-endian. The JSON is one object; token ids and statistics are base64 of little-endian int64 and
-float32. CRC-32 of zlib, because it is in the standard library, runs without the GIL, and at 2.9 GiB/s is
-faster than the disks it is for (one core of an x86-64 server; blake2b: 0.6). It guards against damage, not against
-whoever may write to the store.
+float32. Checksums are zlib's CRC-32, because it is in the standard library, runs without the GIL, and at 2.9 GiB/s is
+faster than the disks it is for (one core of an x86-64 server; blake2b: 0.6). It detects damage, but not forgery by
+somebody who may write to the store.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Record:
 
 
 def encode(fingerprint: Fingerprint, info: VariantInfo, checksums: Sequence[int], place: str = "") -> bytes:
-    """Length is a multiple of `ALIGNMENT`."""
+    """The description as bytes, whose number is a multiple of `ALIGNMENT`."""
     s, f, length = info.statistics, fingerprint, len(info.token_ids)
     fields = {
         "fingerprint": fingerprint.digest,
@@ -119,7 +119,7 @@ def decode(raw: bytes, fingerprint: Fingerprint, where: str) -> Record:
 
 
 def check_wanted(found: VariantInfo, wanted: VariantInfo, where: str) -> None:
-    """Is it what was asked for?
+    """Checks that an entry is the one that was asked for.
 
     Raises:
         TierError: mismatch.
@@ -145,7 +145,7 @@ def checksums_of(stored: StoredVariant) -> list[int]:
 
 
 def check_layer(layer: int, parts: Parts, record: Record, where: str) -> None:
-    """Is it what was written?
+    """Checks that a layer is what was written, by its checksum.
 
     Raises:
         TierError: corrupt.
@@ -157,7 +157,7 @@ def check_layer(layer: int, parts: Parts, record: Record, where: str) -> None:
 def fill_layer(
     layer: int, parts: Parts, raws: Sequence[bytes | memoryview], record: Record, where: str
 ) -> tuple[int, Parts]:
-    """Copies the bytes of a layer into its parts, and verifies them; layer and parts.
+    """Copies the bytes of a layer into its parts, and verifies them; returns layer and parts.
 
     Raises:
         TierError: corrupt.

@@ -5,10 +5,10 @@
     chunk_cache:<fingerprint>:<key>:<name>:<place>   hash: k0, v0, k1, v1, ... -> KV of a layer, and "layers";
                                                      a9, b9, t9, ... -> operator, offset, tail of one with states
 
-The payload is complete before a description names it, and lies at a new place each time: who reads while it is replaced
-finds all of the old one or nothing. It is one key of the server, so it is evicted and expires as a whole. Until it is
-named it expires by itself: a writer that dies leaves nothing. A server that evicts (`maxmemory-policy allkeys-lru`) is
-fine; what is gone is not found. One server, or a primary that fails over: not Redis Cluster.
+The payload is complete before a description names it, and lies at a new place each time: a reader finds all of the old
+payload, all of the new one, or nothing. It is one key of the server, so it is evicted and expires as a whole. Until a
+description names it, it expires by itself, so a writer that dies leaves nothing. The server may evict entries
+(`maxmemory-policy allkeys-lru`): they are then not found. One server, or a primary that fails over: not Redis Cluster.
 
 Nothing that comes from the server is trusted: JSON and checksums, no pickle. Redis itself does not encrypt: `rediss://`
 does. Commands are of Redis 4. Tested: servers Redis 6.2.5 and Valkey 9.1.2, clients redis 5.0.0 and 8.1.0.
@@ -44,11 +44,11 @@ from sglang_chunk_cache.tiers.redis_client import as_tier_errors, connect
 TIMEOUT_S = 5.0
 """Seconds for connecting, and for waiting for the next bytes; the worst case of a call is a small multiple."""
 UNNAMED_S = 600
-"""A payload that no description names is kept for so long; a write may not take longer."""
+"""Seconds for which a payload is kept that no description names; a write may not take longer."""
 
 
 class RedisMedium(LayerwiseMedium):
-    """See the head of this file. Nothing is sent before the first call; after a restart of the server, all works on.
+    """See the head of this file. Nothing is sent before the first call; it works on after a restart of the server.
 
     Args:
         url: `redis://[[user]:password@]host[:port][/db]`, `rediss://` for TLS, `unix:///socket`.
@@ -134,7 +134,7 @@ class RedisMedium(LayerwiseMedium):
             raise
 
     def _infos_of(self, key_hex: str) -> Iterator[VariantInfo]:
-        """Descriptions that are sound and whose payload is there; others are removed."""
+        """Variants with a sound description and a payload; other descriptions are removed."""
         key = self._prefix + key_hex
         found = []
         for field, raw in self._client.hgetall(key).items():
@@ -160,13 +160,13 @@ class RedisMedium(LayerwiseMedium):
                 self._forget(key, name, raw)
 
     def _publish(self, info: VariantInfo, raw: bytes, payload: str, before: bytes | None) -> None:
-        """Names the payload, so that it is found; that of `before`, the description so far, expires."""
+        """Writes the description, so that its payload is found; the payload of `before`, the old one, expires."""
         key = self._key(info)
         old_payload = self._named_by(key, info.name, before)
         with self._client.pipeline() as pipe:
             pipe.hget(key, info.name)
             pipe.hset(key, info.name, raw)
-            if old_payload is not None:  # here already: this may take effect without us ever knowing
+            if old_payload is not None:  # in this transaction: it may take effect although its reply never comes
                 pipe.expire(old_payload, UNNAMED_S)
             pipe.persist(key)
             pipe.persist(payload)
@@ -182,7 +182,7 @@ class RedisMedium(LayerwiseMedium):
             self._client.unlink(replaced)
 
     def _forget(self, key: str, name: str, raw: bytes) -> bool:
-        """Removes a description if it is still `raw`, and the payload it names; whether it was there."""
+        """Removes a description, if it is still `raw`, and the payload that it names; returns whether it did."""
         from redis.exceptions import WatchError
 
         payload = self._named_by(key, name, raw)
@@ -201,7 +201,7 @@ class RedisMedium(LayerwiseMedium):
         return True
 
     def _named_by(self, key: str, name: str, raw: bytes | None) -> str | None:
-        """The payload that a description names, if it is one, and stands where it belongs."""
+        """The payload that a description names; None if it is not sound, or is of another variant."""
         if raw is not None:
             with suppress(TierError):
                 record = decode(raw, self.fingerprint, self._where)

@@ -22,7 +22,7 @@ from sglang_chunk_cache.tiers.tier import REMOTE, Tier
 
 
 def open_tiers(config: Config, fingerprint: Fingerprint) -> list[Tier]:
-    """The fastest first.
+    """Opens the tiers that the configuration asks for, the fastest first.
 
     Raises:
         TierError: a tier cannot be opened.

@@ -1,9 +1,9 @@
-"""TierSearch: carries out a search for a chunk in the tiers; but for host memory, a worker's part of loading.
+"""TierSearch: searches the tiers for a chunk and reads it; workers do this, except for host memory.
 
-Verbs: `open` (a search that `chunk_cache.tiers.variant_search` decides), `run` (to its end), `run_in_memory` (as far as
-host memory goes).
+Verbs: `open` (a search whose steps `chunk_cache.tiers.variant_search` decides), `run` (to its end), `run_in_memory` (as
+far as host memory goes).
 
-Promises: nothing here changes what the scheduler sees; what was tried and what is absent is told, for the ledgers.
+Promises: nothing here changes what the scheduler sees; the result tells the ledgers what was tried and what is absent.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 BAD_ENTRY = ("corrupt", "mismatch", "missing")
-"""Reasons for which an entry is forgotten; for the others the same one may be read later."""
+"""Reasons for which an entry is forgotten; after any other, the same entry may be read later."""
 
 
 @dataclass(frozen=True)
@@ -41,13 +41,13 @@ class Wanted:
     token_ids: array[int]
     partition: Partition
     need: Need
-    """Where, and which variants fit; the first of several requests that wait for it says so for all."""
+    """Where the chunk is needed, and which variants fit; if several requests wait for it, the first one's counts."""
     held: Held = NOTHING_HELD
     """What the pool has; only something better is of use."""
 
 
 class Outcome(NamedTuple):
-    """What a request keeps of `Found` once its chunks are in the pool; `tier` is empty where it was not found."""
+    """What a request keeps of `Found` once its chunks are in the pool; `tier` is empty if the chunk was not found."""
 
     tier: str
     reason: str | None
@@ -58,14 +58,14 @@ class Found:
     """What became of one chunk: a variant, or why there is none; `reason` None = no tier has it.
 
     Attributes:
-        tier: where it was found, or where the trouble was; empty where it was not found.
+        tier: which tier it was found in, or which failed; empty if neither.
         seconds: that reading it took.
         weight: what this use adds to its reuse frequency.
         stream: brings the layers that are not there yet; None = all are.
-        reads: what was tried to be read, and why it could not be; None = it could.
-        seen: variants of it that tiers below the host's have, whether tried or not.
-        absent: tiers that were searched and have no variant of it.
-        is_held: there is nothing better than what the pool has.
+        reads: variants that were tried, and why each could not be read; None = it was read.
+        seen: variants of the chunk in tiers below host memory, whether tried or not.
+        absent: tiers that were searched and have no variant of the chunk.
+        is_held: no tier has anything better than the pool.
     """
 
     stored: StoredVariant | None = None
@@ -81,7 +81,7 @@ class Found:
 
     @property
     def vote(self) -> int:
-        """See `agree`."""
+        """What this rank votes, for `agree`."""
         if self.stored is None:
             is_absent = self.reason in (None, *(f"tier_{reason}" for reason in BAD_ENTRY))
             return ABSENT if is_absent and not self.is_held else UNKNOWN
@@ -125,7 +125,7 @@ class TierSearch:
         self._empty = fingerprint.empty
 
     def open(self, chunk: Wanted, load_shares: Mapping[str, float], *, is_memory: bool = False) -> OpenSearch:
-        """What the ledgers know of a chunk is where its search begins.
+        """Begins a search, from what the ledgers know of the chunk.
 
         Args:
             load_shares: by tier, as in `TierView`.
@@ -134,7 +134,7 @@ class TierSearch:
         views = []
         for tier in (tier for tier in self._tiers.values() if tier.is_host or not is_memory):
             entries = tier.ledger.peers_of(chunk.key)
-            # Of host memory the ledger knows all, and where the pool has a variant nothing is asked at random.
+            # The ledger of host memory knows all of it. If the pool has a variant, only known entries are searched.
             if entries or not (tier.is_host or chunk.held.is_of_use):
                 named = {entry_id.name: traits for entry_id, traits in entries.items()}
                 views.append(TierView(tier.name, named, load_shares.get(tier.name, 0.0)))
@@ -142,14 +142,14 @@ class TierSearch:
         return OpenSearch(chunk, steps)
 
     def run_in_memory(self, search: OpenSearch) -> Found | None:
-        """What is found in host memory alone; None where other tiers have to be asked, or read."""
+        """What is found in host memory alone; None if other tiers have to be asked or read."""
         return self._run(search, None, is_memory=True)
 
     def run(self, search: OpenSearch, num_layers: int | None) -> Found:
-        """What is found; in a worker.
+        """Runs a search to its end; called by a worker.
 
         Args:
-            num_layers: that are there when this returns, and a stream brings the others; None = all, without one.
+            num_layers: read before this returns, while a stream brings the others; None = all, without a stream.
         """
         found = self._run(search, num_layers, is_memory=False)
         assert found is not None, "every tier may be asked"

@@ -72,7 +72,7 @@ class Throttled:
         self._medium.close()
 
     def _take(self, num_bytes: int, begun_at: float | None = None) -> float:
-        """When `num_bytes` are through, behind what others sent before."""
+        """The time at which `num_bytes` are through the pipe, behind what was sent before."""
         begun_at = time.monotonic() if begun_at is None else begun_at
         with self._lock:
             self._free_at = max(self._free_at, begun_at) + num_bytes / self._bytes_per_s

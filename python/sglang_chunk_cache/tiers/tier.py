@@ -23,7 +23,7 @@ class Tier:
         ledger: decides what it keeps.
         reads: how fast it was.
         writing: what workers are about to write, or are writing.
-        is_asked: it is not listed when a server begins but asked for each chunk, since others may write millions to it.
+        is_asked: it is asked chunk by chunk instead of listed at the start, since other servers may write millions.
     """
 
     name: str

@@ -28,7 +28,7 @@ class Workers:
         """Jobs that were submitted and have not been run to their end."""
         self._lanes = {lane: ThreadPoolExecutor(num_threads, f"chunk-tier-{lane}") for lane in LANES}
         self._done: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._last: dict[str, Future[Any]] = {}  # job of each order
+        self._last: dict[str, Future[Any]] = {}  # the last job of each order
 
     def submit(
         self,
@@ -38,10 +38,11 @@ class Workers:
         *,
         lane: Lane = "load",
     ) -> None:
-        """
+        """Runs `work` in a worker, then `then` on its result in the scheduler's thread.
+
         Args:
-            order: jobs that share it do not overtake each other; None = no matter.
-            lane: it stands behind jobs of the same lane only. Requests wait for loads, a forward for streams.
+            order: jobs that share it do not overtake each other; None = they may.
+            lane: a job waits for jobs of its own lane only. Requests wait for loads, a forward for streams.
         """
         self.num_running += 1
         before = None if order is None else self._last.get(order)

@@ -1,7 +1,7 @@
 """What a tier's entries are worth to its users, kept beside them, so that it survives a restart.
 
 encode_worth   of a ledger, as the bytes of a medium's note
-decode_worth   back, by entry id, in the order in which entries go
+decode_worth   back, by entry id, in the order of eviction
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from sglang_chunk_cache.tiers.record import corrupt
 
 
 def encode_worth(ledger: TierLedger) -> bytes:
-    """Ids and reuse frequencies f_r of what is found, those that go first in front."""
+    """Ids and reuse frequencies f_r of stored entries, in the order of eviction."""
     listed = [[entry_id.key.hex(), entry_id.name, ledger.frequency_of(entry_id)] for entry_id in ledger]
     return json.dumps(listed, separators=(",", ":")).encode()
 
 
 def decode_worth(raw: bytes | None, where: str) -> dict[EntryId, float]:
-    """f_r by entry id, in the order in which entries go; None = there was no note, and nothing is known.
+    """f_r by entry id, in the order of eviction; empty if `raw` is None, which means that there was no note.
 
     Raises:
         TierError: corrupt.

@@ -4,7 +4,7 @@ Verbs: `note_stored` (a variant is in the pool), `save_victims` (some are about 
 the tiers that take it), `clear_host`. Which tiers these are is decided by `chunk_cache.tiers.placing`.
 
 Promises: the KV is copied out of the pool before the call returns (or, on a GPU, in the order of the stream), so the
-slots may go at once. What does not fit is not written, and counted; nothing waits for a slow tier.
+slots may be freed at once. What does not fit is counted and not written; nothing waits for a slow tier.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from sglang_chunk_cache.tiers.workers import Workers
 logger = logging.getLogger(__name__)
 
 MAX_QUEUED_BYTES = 2 << 30
-"""Bytes that wait to be written, in each tier counted; what comes while there are more is not written for now."""
+"""Bytes that wait to be written, a variant counted once per tier; while there are more, nothing is added to them."""
 
 MAX_LOOKS = 64
 """Variants that one eviction looks at."""
@@ -63,14 +63,15 @@ class TierWriter:
         self.num_queued_bytes = 0
 
     def note_stored(self, variant: Variant) -> None:
-        """A variant is in the pool."""
+        """Writes down a variant that the pool has stored, in tiers that take it at that moment."""
         self._save(variant, Moment.STORED)
 
     def save_victims(self, variants: Iterable[Variant], num_tokens: int) -> None:
-        """Writes down what is about to be evicted from the pool, so many tokens, where it is not yet.
+        """Writes down variants that are about to be evicted from the pool, to tiers that lack them.
 
         Args:
-            variants: in the order in which they go.
+            variants: in the order of eviction.
+            num_tokens: that are about to be evicted.
         """
         if not self._targets(Moment.LEAVES_POOL):
             return
@@ -92,7 +93,7 @@ class TierWriter:
     def _write(
         self, action: Write, info: VariantInfo, make: Callable[[], StoredVariant], frequency: float = 0.0
     ) -> None:
-        """Has a worker write what `make` gives, which it calls.
+        """Has a worker call `make` and write what it returns.
 
         Args:
             frequency: f_r of the variant so far.
@@ -128,7 +129,7 @@ class TierWriter:
         self._workers.submit(write, written, _order(tier, info.entry_id), lane="write")
 
     def adopt(self, tier: Tier, listed: EntrySummary, frequency: float = 0.0) -> None:
-        """A tier has it although nobody here has written it: it counts, and makes others go.
+        """Takes over an entry that a tier has although this server did not write it; others may be evicted for it.
 
         Args:
             frequency: its f_r, where that is known.
@@ -146,12 +147,12 @@ class TierWriter:
         self._metrics.set_size(tier.name, len(tier.ledger), tier.ledger.num_bytes)
 
     def forget(self, tier: Tier, entry_id: EntryId) -> None:
-        """It was found to be unusable, or is unwanted."""
+        """Deletes an entry that is unusable or unwanted."""
         tier.ledger.discard(entry_id)
         self._delete(tier, entry_id)
 
     def clear_host(self) -> None:
-        """The cache was flushed."""
+        """Empties the host tier."""
         for tier in self._tiers.values():
             if tier.is_host:
                 for entry_id in tier.ledger:
@@ -167,7 +168,7 @@ class TierWriter:
         return place(info.entry_id, info.traits, ledgers, self._config.max_variants_per_chunk)
 
     def _save(self, variant: Variant, moment: Moment) -> int:
-        """How many tokens of the pool the variant holds; 0 where it is gone already."""
+        """Writes a variant to the tiers that take it; returns its length, or 0 if the pool has lost it."""
         if not self._targets(moment):
             return variant.length
         info = _info_of(variant, self._fingerprint)
@@ -207,7 +208,7 @@ class TierWriter:
         self._metrics.set_size(tier.name, len(tier.ledger), tier.ledger.num_bytes)
 
     def _drop(self, tier: Tier, entry_id: EntryId) -> None:
-        """The ledger has evicted it: down one tier, where chunks go down only then."""
+        """Deletes an entry that the ledger has evicted; from host memory it goes down one tier if chunks do so then."""
         self._metrics.add("evictions", tier.name)
         if tier.is_host and self._targets(Moment.LEAVES_HOST):
             (info,) = (info for info in tier.medium.find(entry_id.key) if info.name == entry_id.name)
@@ -229,7 +230,7 @@ class TierWriter:
 
 
 def _stored(info: VariantInfo, kv: HostKV, fingerprint: Fingerprint) -> StoredVariant:
-    """A worker's part: what is on its way to host memory, once it is there.
+    """A variant, once its KV has arrived in host memory. Called by a worker.
 
     Raises:
         TierError: full, host memory is used up.
@@ -258,5 +259,5 @@ def _info_of(variant: Variant, fingerprint: Fingerprint) -> VariantInfo:
 
 
 def _order(tier: Tier, entry_id: EntryId) -> str:
-    """An entry is written and deleted in the order in which that was decided."""
+    """The `order` of an entry's jobs (`Workers.submit`): it is written and deleted in the order that was decided."""
     return f"{tier.name} {entry_id}"

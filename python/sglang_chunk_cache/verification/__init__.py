@@ -1,4 +1,4 @@
-"""The gate in a scheduler process: it verifies fused replies while nothing else is to do, and keeps what it finds.
+"""The gate in a scheduler process: it verifies fused replies while there is nothing else to do, and keeps the results.
 
 `chunk_cache.gate` decides; `exact_pass.py` computes.
 """

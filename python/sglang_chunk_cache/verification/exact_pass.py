@@ -1,6 +1,6 @@
-"""ExactPass: the exact prefill of one prompt and its answer, step by step, beside everything that serves requests.
+"""ExactPass: the exact prefill of one prompt and its answer, step by step, apart from everything that serves requests.
 
-Verbs: `open_pass` (takes slots, if there are so many), `step` (one forward), `result`, `close` (gives all back).
+Verbs: `open_pass` (takes slots, if enough are free), `step` (one forward), `result`, `close` (gives all back).
 
 Promises: the radix tree is read and not touched, so nothing is counted as a use and nothing is inserted; nothing is
 evicted; no request, batch or metric of SGLang knows of it. It lives within one idle turn of the event loop, so nobody
@@ -24,17 +24,17 @@ if TYPE_CHECKING:
     from sglang.srt.managers.scheduler import Scheduler
 
 STEP_LEN = 128
-"""Tokens of one step: what a request that comes meanwhile waits for. As long as a decoding step takes, about."""
+"""Tokens of one step, for which a request that comes meanwhile waits: about as long as a decoding step takes."""
 
 
 def open_pass(scheduler: Scheduler, candidate: Candidate) -> ExactPass | None:
-    """A pass with slots for all of it; None where there are not so many free."""
+    """A pass with slots for all of its tokens; None if too few are free."""
     assert candidate.answer is not None
     token_ids = candidate.prompt + candidate.answer[:-1]
     tree = scheduler.tree_cache
     page_size = tree.page_size
     partition = candidate.partition
-    # All but the last token of the prompt: its row is what is asked for.
+    # The last token of the prompt is left out, since its logits are wanted.
     key = RadixKey(candidate.prompt[:-1], extra_key=partition.extra_key, cache_salt=partition.cache_salt)
     found, node, _ = tree.tree_core.match_full_device_prefix(key)
     prefix_len = found // page_size * page_size
@@ -72,7 +72,7 @@ class ExactPass:
         return self._end == len(self._prompt.token_ids)
 
     def step(self) -> None:
-        """One forward of at most `STEP_LEN` tokens; returns when it has ended. A step ends with the prompt.
+        """Computes one forward of at most `STEP_LEN` tokens and waits for it; no forward spans prompt and answer.
 
         It waits on purpose: nobody else has work for the GPU, and no more than one step is ever ahead of a request.
         """
@@ -83,7 +83,7 @@ class ExactPass:
         with scheduler.forward_stream_ctx:
             scheduler.forward_stream.wait_stream(scheduler.schedule_stream)
             runner = scheduler.tp_worker.model_runner
-            # The logits of a token are compared with the token behind it; that of the last one was sent too.
+            # The logits of a token are compared with the token behind it; the one behind the last was sent too.
             behind = None if in_prompt else self._all_ids[start + 1 : self._end + 1]
             batch = self._prompt.batch(np.arange(start, self._end), behind)
             forward_batch = ForwardBatch.init_new(batch, runner, return_hidden_states_before_norm=False)

@@ -1,9 +1,9 @@
-"""Gate: verifies fused replies while nothing else is to do, keeps what it finds, and moves what the target governs.
+"""Gate: verifies fused replies in idle time, keeps the results, and moves method and ratio if there is a target.
 
-Verbs, in the life of a request: `steer` (it came), `admit` (it reuses chunks), `release` (it ends). While idle, of what
-the `queue` gives: `complete` or `give_up`. At any time: `forget` (the weights changed), `stats`.
+Verbs, in the life of a request: `steer` (it came), `admit` (it reuses chunks), `release` (it ends). While idle, for a
+candidate of the `queue`: `complete` or `give_up`. At any time: `forget` (the weights changed), `save`, `stats`.
 
-Promises: alike on all tensor-parallel ranks, which agree on each measure; without `verify_share` there is no gate.
+Promises: all tensor-parallel ranks do the same, since they agree on each measure; no `verify_share`, no gate.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from sglang_chunk_cache.verification.state_file import StateFile
 logger = logging.getLogger(__name__)
 
 NUM_NEWEST = 64
-"""Verified replies that are shown one by one."""
+"""How many of the newest verified replies are shown one by one."""
 MAX_NATS = 1000.0
-"""Bound on what is kept, in nats; a token that was impossible to the fused request would be infinitely far."""
+"""Bound on each measure, in nats; a token that was impossible for the fused request would be infinitely far off."""
 _SCALE = 10**9
 """Scale of the measures that ranks agree on: billionths."""
 
@@ -42,8 +42,8 @@ class Gate:
 
     Args:
         share: of the fused requests that are verified.
-        target: what moves requests that name neither method nor ratio; None = they are the server's.
-        state_file: where what is learned is kept; None = nowhere.
+        target: moves method and ratio of requests that name neither; None = such requests get the server's.
+        state_file: keeps what is learned; None = it is not kept.
 
     Raises:
         ValueError: what the file holds cannot be read.
@@ -71,7 +71,7 @@ class Gate:
     # A request.
 
     def steer(self, state: ChunkRequest) -> None:
-        """Decides how chunks are reused by a request that does not say it; once."""
+        """Decides, once, how a request reuses chunks, if it leaves that open."""
         if self.controller is None or state.verification.decision is not None or not state.prompt.leaves_method_open:
             return
         partition = self.ledger.partition_name(state.prompt.partition)
@@ -79,7 +79,7 @@ class Gate:
         self._metrics.set("step", decision.number, partition)
 
     def admit(self, rid: str, prompt: array[int], state: ChunkRequest, plan: RecomputePlan) -> None:
-        """A request was admitted that brings chunks in; one with images is not verified, which has token ids only."""
+        """May choose an admitted request that reuses chunks; none with images, since a candidate has token ids only."""
         if state.prompt.images:
             return
         decision = state.verification.decision
@@ -93,7 +93,7 @@ class Gate:
         )
 
     def release(self, state: ChunkRequest, answer: array[int], lost: str | None) -> None:
-        """A request ends, or is retracted.
+        """Queues a chosen request that ends, or drops it; also called if a request is retracted.
 
         Args:
             answer: the tokens that were sent.
@@ -117,14 +117,14 @@ class Gate:
     # While idle.
 
     def give_up(self, candidate: Candidate) -> None:
-        """A request came before its verification was complete."""
+        """Puts a candidate back: a request came before its verification was complete."""
         dropped = self.queue.put_back(candidate)
         self._metrics.add("verifications", "given_up")
         if dropped is not None:
             self._metrics.add("verifications", dropped)
 
     def complete(self, candidate: Candidate, exact: ExactAnswer) -> None:
-        """Its exact prefill is there."""
+        """Measures a candidate whose exact prefill was computed, and lets the ledger and the target learn from it."""
         assert candidate.answer is not None
         found = self._agreed(measure(candidate.first_logits, exact, candidate.answer))
         self.queue.complete(candidate)
@@ -146,7 +146,7 @@ class Gate:
         self.save()
 
     def _agreed(self, found: Measure) -> Measure:
-        """The same on all ranks: rounding may differ, and what follows must not. And finite."""
+        """The measure made finite, and the same on all ranks: their rounding may differ, what follows must not."""
         values = (found.kl, found.agreement, found.nats_lost)
         votes = np.array([round(min(value or 0.0, MAX_NATS) * _SCALE) for value in values], dtype=np.int64)
         kl, agreement, nats_lost = (self._reduce_max(votes) / _SCALE).tolist()
@@ -157,7 +157,7 @@ class Gate:
     # At any time.
 
     def forget(self) -> None:
-        """The weights were changed: what is known belongs to others, and so do the replies that wait."""
+        """Forgets what was learned and the replies that wait: the weights were changed."""
         waiting = len(self.queue)
         self.queue.drop_all("weights")
         self._metrics.add("verifications", "weights", num=waiting)
@@ -170,7 +170,7 @@ class Gate:
             self._file = None
 
     def save(self) -> None:
-        """Keeps what is known for the next start."""
+        """Writes what is known to the state file, for the next start."""
         if self._file is not None:
             self._file.write(self.ledger, self.controller)
 

@@ -17,7 +17,7 @@ class ExactAnswer:
     Attributes:
         first_logits: `[vocab_size]` float32 behind the prompt, on the device.
         logprobs: `[num_sent - 1]` of the tokens sent, from the second on, in nats.
-        best, best_ids: `[num_sent - 1]` the likeliest token's, at the same places.
+        best, best_ids: `[num_sent - 1]` log-probability and id of the likeliest token at the same places.
     """
 
     first_logits: torch.Tensor
@@ -29,7 +29,7 @@ class ExactAnswer:
 def measure(fused_logits: torch.Tensor, exact: ExactAnswer, sent: array[int]) -> Measure:
     """See `chunk_cache.gate.verification_ledger.Measure`.
 
-    Both rows are the model's own logits, before penalties, temperature and sampling, so KL is that of the model.
+    Both are the model's own logits, before penalties, temperature and sampling, so KL is that of the model.
 
     Args:
         fused_logits: `[vocab_size]` behind the prompt, of the fused request.
@@ -37,7 +37,7 @@ def measure(fused_logits: torch.Tensor, exact: ExactAnswer, sent: array[int]) ->
     """
     first = torch.log_softmax(exact.first_logits.double(), dim=-1)
     other = torch.log_softmax(fused_logits.double(), dim=-1)
-    # A token that is impossible to both adds nothing.
+    # A token that is impossible in the exact prefill adds nothing.
     kl = torch.where(first == -torch.inf, 0.0, first.exp() * (first - other)).sum()
     if not sent:
         return Measure(max(0.0, float(kl)))

@@ -24,8 +24,8 @@ class StateFile:
     """See the head of this file.
 
     Args:
-        model: what the measures belong to; those of another one are not read.
-        is_writer: of all ranks one writes.
+        model: that the measures belong to; a file of another model is not read.
+        is_writer: whether this rank writes the file; one does.
     """
 
     def __init__(self, path: str, model: str, *, is_writer: bool) -> None:
@@ -37,7 +37,7 @@ class StateFile:
         """Fills both with what was learned of the same model; the controller only where its target is the same.
 
         Raises:
-            ValueError: the file cannot be read, or is another thing.
+            ValueError: the file cannot be read, or is not of the gate.
         """
         try:
             text = self._path.read_text(encoding="utf-8")
@@ -66,7 +66,7 @@ class StateFile:
             logger.warning("Chunk cache: %s tells of another target, its steps are found anew", self._path)
 
     def write(self, ledger: QualityLedger, controller: TargetController | None) -> None:
-        """Replaces the file; where that fails, the log says so and the old one stays."""
+        """Replaces the file; if that fails, the log says so and the old one stays."""
         if not self._is_writer:
             return
         value: dict[str, Any] = {

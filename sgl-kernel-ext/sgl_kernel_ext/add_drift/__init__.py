@@ -1,6 +1,6 @@
-"""Drift: what tokens that were computed anew have changed on average, added to tokens that were not.
+"""Drift: the mean change of recomputed tokens, added to tokens that were not recomputed.
 
-    add_drift   of one layer: the mean change of each chunk's rows, at position 0, added to the tokens of that chunk
+    add_drift   in one layer: adds the mean change of each chunk's rows, at position 0, to the tokens of that chunk
 
     d_r = K_new(r) - K_old(r), turned back to position 0;  V_new(r) - V_old(r) likewise        for every row r
     d_c = (sum of d_r over the R_c rows of chunk c + prior x mean of d_r over its request's rows) / (R_c + prior)
@@ -36,7 +36,7 @@ def add_drift(
     """Changes K and V of one layer in `drift.slots`.
 
     Args:
-        k_new: `[num_rows, num_kv_heads, head_dim]`, of which `drift.rows` are read.
+        k_new: `[num_rows, num_kv_heads, head_dim]`; only `drift.rows` of it are read.
         v_new: `[num_rows, num_kv_heads, v_head_dim]`.
         k_buffer, v_buffer: `[num_slots, num_kv_heads, ...]`, written in place, rounded once; fp8 too.
         drift: at least one row and one token.

@@ -1,4 +1,4 @@
-"""add_drift in torch, for any device, and by its definition in float64, which tests compare with."""
+"""add_drift in torch, for any device, and by its definition in float64, with which tests compare."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def add_drift_torch(
     change_v = v_new[drift.rows].float() - v_buffer[drift.row_slots].float() * v_scale
     if spec is not None:
         change_k = _turned(change_k, drift.back.table(spec), spec)
-    # A product and not a sum by index, whose order a GPU does not promise.
+    # A matrix product: a GPU does not promise the order of a sum by index.
     mean_k, mean_v = (
         (drift.weights @ change.flatten(1)).unflatten(1, change.shape[1:]) for change in (change_k, change_v)
     )
@@ -40,7 +40,7 @@ def add_drift_torch(
 
 
 def _turned(keys: torch.Tensor, table: Sequence[torch.Tensor], spec: RotarySpec) -> torch.Tensor:
-    """Keys `[n or 1, ...]` turned by a table of n angles."""
+    """Keys `[n or 1, ...]` turned by a table of n positions."""
     turned = keys.new_empty(len(table[0]), *keys.shape[1:])
     rotate(keys, turned, *(part[:, None] for part in table), spec)
     return turned
@@ -69,7 +69,7 @@ def add_drift_reference(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V of `drift.slots` as they are afterwards, float64 and not rounded, one row and one token at a time."""
+    """K and V of `drift.slots` after `add_drift`, float64 and not rounded, one row and one token at a time."""
     old_k, old_v = k_buffer.double() * k_scale, v_buffer.double() * v_scale
     changes = []
     for row, slot, position in zip(*(t.tolist() for t in (drift.rows, drift.row_slots, row_positions)), strict=True):

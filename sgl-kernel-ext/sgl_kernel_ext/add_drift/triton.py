@@ -73,7 +73,7 @@ def _drift_sums_kernel(
     MANTISSA: tl.constexpr,
     HAS_FP8: tl.constexpr,
 ):
-    """sums: [chunks, heads, K then V] fp32, of K at position 0."""
+    """sums: [chunks, heads, K then V] fp32, with K at position 0."""
     chunk, head = tl.program_id(0), tl.program_id(1)
     begin, end = tl.load(bounds_ptr + chunk), tl.load(bounds_ptr + chunk + 1)
     pair, rest, dim = tl.arange(0, HALF_PAD)[None, :], tl.arange(0, PASS_PAD)[None, :], tl.arange(0, V_PAD)[None, :]
@@ -122,7 +122,7 @@ def _drift_sums_kernel(
 
 @triton.jit(do_not_specialize=["peers_ptr", "num_chunks"])
 def _totals_kernel(peers_ptr, sums_ptr, totals_ptr, num_chunks, WIDTH: tl.constexpr, WIDTH_PAD: tl.constexpr):
-    """totals: as sums, each the sum of `sums` over the chunks of a chunk's request."""
+    """totals: shaped as sums; each entry is the sum of `sums` over the chunks of the chunk's request."""
     chunk, head, num_heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     first, end = tl.load(peers_ptr + chunk), tl.load(peers_ptr + num_chunks + chunk)
     dim = tl.arange(0, WIDTH_PAD)
@@ -134,7 +134,7 @@ def _totals_kernel(peers_ptr, sums_ptr, totals_ptr, num_chunks, WIDTH: tl.conste
 
 @triton.jit
 def _mean(sums_ptr, totals_ptr, at, dim, mask, weight, share):
-    """strength x d_c of each token; `share` is prior over the number of its request's rows."""
+    """strength x d_c of each token; `share` is prior / number of rows of its request."""
     own = tl.load(sums_ptr + at + dim, mask=mask, other=0.0)
     return (own + share * tl.load(totals_ptr + at + dim, mask=mask, other=0.0)) * weight
 
@@ -240,7 +240,7 @@ def add_drift_triton(
     }
     width, peers = head_dim + v_dim, drift.peers.contiguous()
     sums, totals = torch.empty(2, num_chunks, num_heads, width, dtype=torch.float32, device=k_new.device)
-    none = (sums, sums)  # in the place of tables that nobody reads
+    none = (sums, sums)  # stands for tables that are not read
     k, v = raw(k_buffer), raw(v_buffer)
     strides = (*k.stride()[:2], *v.stride()[:2])
     _drift_sums_kernel[(num_chunks, num_heads)](

@@ -1,13 +1,13 @@
 """Softmax mass: how much attention some query rows give to each key, without writing the attention matrix.
 
-    attention_mass   the mass that each key receives from the rows, and optionally that each row gives to each segment
+    attention_mass   the mass that each key receives from the rows, and optionally what each row gives to each segment
 
     keys        0 1 2 3 4 5 6 7            received[j] = sum over rows of mean over heads of softmax(q k)[row, j]
     row at 4    x x x x x                  by_segment[row, s] = the same, summed over the keys of segment s instead
     row at 7    x x x x x x x x
 
-A row at position p sees the keys 0..p. Scores and sums are fp32. On a CPU only one block of rows exists at a time, on a
-GPU a Triton kernel keeps a tile of them in registers.
+A row at position p sees the keys 0..p. Scores and sums are fp32. On a CPU the scores of only one block of rows exist at
+a time; on a GPU a Triton kernel keeps a tile of scores in registers.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from sgl_kernel_ext.transfer import upload
 
 __all__ = ["attention_mass"]
 
-# Scores that exist at one time: on a CPU what its second-level caches hold, since they are walked over several times.
+# Scores that exist at one time; on a CPU as many as its second-level caches hold, since they are read several times.
 _BLOCK_ELEMENTS_CPU = 1 << 19
 _BLOCK_ELEMENTS = 1 << 22
 
@@ -55,9 +55,9 @@ def attention_mass(
         logit_cap: where positive, scores are `cap * tanh(score / cap)`.
         segment_starts: ascending, from 0; segment i is keys [starts[i], starts[i + 1]), the last one ends at kv_len.
         skip_self: leave out of `received` what a row gives to the key at its own position.
-        row_starts: [num_rows] int64, at most the row's position: the row gives nothing to `received` of keys in front
-            of it, so that rows of several chunks, each counted within its own, are one call. The torch path only.
-        sinks: [num_q_heads], as in `sparse_extend`: what they take is no key's mass.
+        row_starts: [num_rows] int64, at most the row's position: what the row gives to keys in front of it is left out
+            of `received`. So one call serves rows of several chunks, each counted within its own. The torch path only.
+        sinks: [num_q_heads], as in `sparse_extend`; the mass that they take belongs to no key.
 
     Returns:
         `received` [kv_len] fp32, and `by_segment` [num_rows, num_segments] fp32 where `segment_starts` is given.
@@ -106,7 +106,7 @@ def mass_by_torch(
     squared: bool = False,
     sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """`attention_mass` in torch, K scaled as it is; `squared`: sums of the squares of the softmax."""
+    """`attention_mass` in torch, with no scale of K; `squared`: sums the squares of the softmax instead."""
     (num_rows, num_q_heads, _head_dim), (kv_len, _num_kv_heads, _) = q.shape, k.shape
     is_cpu = q.device.type == "cpu"
     received = q.new_zeros(kv_len, dtype=torch.float32)
@@ -119,7 +119,7 @@ def mass_by_torch(
     for start in range(0, num_rows, block_rows):
         rows = slice(start, min(start + block_rows, num_rows))
         positions = row_positions[rows]
-        # Keys behind the last row of the block are left out where looking is free; a GPU would have to be waited for.
+        # On a CPU, keys behind the last row of the block are left out; on a GPU, finding that row would wait for it.
         num_keys = int(positions.max()) + 1 if is_cpu else kv_len
         first_masked = int(positions.min()) + 1 if is_cpu else 0
         scores = _scores(q[rows], keys[..., :num_keys], sm_scale, logit_cap)  # [num_q_heads, rows, num_keys]
@@ -138,7 +138,7 @@ def mass_by_torch(
             received.index_add_(0, positions, weights.gather(1, positions[:, None])[:, 0], alpha=-1.0)
         if by_segment is not None and member is not None:
             torch.mm(weights, member[:num_keys], out=by_segment[rows])
-    # Sums over heads become means where they are few.
+    # Sums over heads become means only here, where there are few numbers to divide.
     return received.div_(num_q_heads), None if by_segment is None else by_segment.div_(num_q_heads)
 
 
@@ -156,7 +156,7 @@ def _scores(q: torch.Tensor, keys: torch.Tensor, sm_scale: float, logit_cap: flo
 
 
 def _softmax(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
-    """Weights of [num_q_heads, rows, num_keys] scores, which are overwritten."""
+    """Softmax of [num_q_heads, rows, num_keys] scores, which may be overwritten."""
     if sinks is None:
         return torch.softmax(scores, dim=-1)
     lse = torch.logaddexp(scores.logsumexp(-1), sinks.float()[:, None])
@@ -164,7 +164,7 @@ def _softmax(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
 
 
 def _membership(segment_starts: Sequence[int], kv_len: int, device: torch.device) -> torch.Tensor:
-    """[kv_len, num_segments] fp32, 1 where the key is of the segment; sums over it are products of matrices."""
+    """[kv_len, num_segments] fp32, 1 where the key is of the segment: a matrix product with it sums over segments."""
     bounds = upload([np.array([*segment_starts, kv_len], dtype=np.int64)], device)[0]
     keys = torch.arange(kv_len, device=device)[:, None]
     return ((keys >= bounds[:-1]) & (keys < bounds[1:])).float()

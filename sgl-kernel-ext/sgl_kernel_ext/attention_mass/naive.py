@@ -23,7 +23,7 @@ def attention_mass_reference(
     sinks: torch.Tensor | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """`attention_mass`, everything computed in `dtype`; `squared`: of the squares of the softmax."""
+    """`attention_mass`, everything computed in `dtype`; `squared`: sums the squares of the softmax instead."""
     (num_rows, num_heads, _), kv_len = q.shape, k.shape[0]
     group = num_heads // k.shape[1]
     weights = torch.zeros(num_rows, kv_len, dtype=dtype, device=q.device)

@@ -1,14 +1,14 @@
 """attention_mass in Triton: two passes over the scores, neither of which is ever stored.
 
     lse pass        a program per tile of rows, query head and piece of keys finds the rows' log-sum-exp over the piece
-      joined        those of each segment's pieces, and of all
+      join          those of each segment's pieces are joined, and those of all pieces
     received pass   a program per block of keys and query head walks the rows that see it and adds up exp(s - lse)
 
-Pieces are segments, long ones cut: few rows fill a GPU too, and no program walks a long segment alone. The mass of a
-row on a segment is exp(lse of the segment - lse of the row): no small segment is lost beside a large one. Nothing is
-added atomically, so equal calls give equal bits. A tile of rows goes from the first to the last key that one of them
-sees, and a block of keys skips the tiles of rows that see none of it. Heads are averaged in torch at the end:
-`[num_q_heads, kv_len]` and `[1 + num_pieces + num_segments, num_q_heads, num_rows]` fp32 are all that is written.
+Pieces are segments, the long ones cut: so few rows fill a GPU too, and no program walks a long segment alone. The mass
+of a row on a segment is exp(lse of the segment - lse of the row): no small segment is lost beside a large one. Nothing
+is added atomically, so equal calls give equal bits. A tile of rows goes up to the last key of the piece that one of
+them sees, and a block of keys skips the tiles of rows that see none of it. Heads are averaged in torch at the end: only
+`[num_q_heads, kv_len]` and `[1 + num_pieces + num_segments, num_q_heads, num_rows]` fp32 are written.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from sgl_kernel_ext.backend import check_dense, raw
 from sgl_kernel_ext.transfer import upload
 from sgl_kernel_ext.triton_parts import LOG2_E, add_in_log2, load_q, scales_of, score_options, scores_of
 
-# Programs of the first pass where there are keys enough, or down to half of it: four to two a multiprocessor of sm_90.
+# Programs of the first pass, or down to half as many, if there are keys enough: four to two per sm_90 multiprocessor.
 _MAX_PROGRAMS = 528
 _MIN_PIECE_LEN = 256
 
@@ -56,9 +56,9 @@ def _lse_kernel(
     MANTISSA: tl.constexpr,
     HAS_FP8: tl.constexpr,
 ):
-    """Fills [1:1 + pieces] of lse, [1 + pieces + segments, heads, rows] in log2, -inf where a row sees nothing of it.
+    """Fills [1:1 + pieces] of lse, [1 + pieces + segments, heads, rows] in log2; -inf if a row sees nothing of a piece.
 
-    cuts: [pieces + 1], where the pieces begin, and the last one kv_len or more.
+    cuts: [pieces + 1], where the pieces begin, then kv_len or more.
     """
     head = tl.program_id(1)
     piece = tl.program_id(2)
@@ -99,9 +99,9 @@ def _lse_kernel(
 
 @triton.jit(do_not_specialize=["firsts_ptr", "num_rows", "num_pieces"])
 def _join_kernel(firsts_ptr, lse_ptr, num_rows, num_pieces, BLOCK_ROWS: tl.constexpr, BLOCK_PIECES: tl.constexpr):
-    """Fills [0] of lse, of all pieces, and [1 + pieces:], of those of each segment; rows are those of all heads.
+    """Fills [0] of lse by joining all pieces, and [1 + pieces:] by joining each segment's; rows are those of all heads.
 
-    firsts: [segments + 1], the first piece of each segment, and `num_pieces`.
+    firsts: [segments + 1], the first piece of each segment, then `num_pieces`.
     """
     row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     is_row = row < num_rows
@@ -241,7 +241,7 @@ def attention_mass_triton(
 def _cut(starts: Sequence[int] | None, kv_len: int, piece_len: int, device: torch.device) -> list[torch.Tensor]:
     """`cuts` and `firsts` of the kernels, int64 on the device, by one launch: segments in pieces of `piece_len` keys.
 
-    Without segments all keys are one, and what stands in the place of `firsts` is not to be read.
+    Without segments all keys are one segment, and what is returned for `firsts` must not be read.
     """
     if starts is None:
         return [torch.arange(0, kv_len + piece_len, piece_len, device=device)] * 2

@@ -35,10 +35,10 @@ def copy_rotate(
     The rotation is computed in fp32 (angles in float64) and rounded once to the buffer's dtype. Where the delta is 0
     the copy is exact to the bit, NaN included. Values and the dimensions past `spec.rotary_dim` are exact copies.
 
-    fp8 needs no scale: a key is its scale times what is stored, and a rotation is linear, so that of a tensor with one
-    scale cancels. A rotation can make a component larger by sqrt(2): what leaves the finite range of the fp8 format
-    becomes its largest number, infinities of e5m2 included; NaN stays NaN. SGLang keeps such pools as uint8
-    (`store_dtype`): pass `buffer.view(torch.float8_e4m3fn)`, which is not a copy.
+    fp8 needs no scale: a rotation is linear, so one scale of a whole tensor cancels. A rotation can make a component
+    larger by sqrt(2): what leaves the finite range of the fp8 format becomes its largest number, infinities of e5m2
+    included; NaN stays NaN. SGLang keeps such pools as uint8 (`store_dtype`): pass `buffer.view(torch.float8_e4m3fn)`,
+    which is not a copy.
 
     Args:
         k_buffers: one tensor per layer, [num_slots, num_kv_heads, head_dim], fp32, fp16, bf16, float8_e4m3fn or

@@ -1,11 +1,11 @@
 """copy_rotate in torch: the reference, and the CPU path of the product.
 
-    copy_rotate_reference   obvious, one temporary of all tokens, float64 rotation: what tests compare with
-    copy_rotate_torch       the same result, fast: cut the tokens into blocks once, apply the blocks to every layer
+    copy_rotate_reference   plain code, one temporary of all tokens, float64 rotation: what tests compare with
+    copy_rotate_torch       the same result, faster: cuts the tokens into blocks once, applies these to every layer
 
-A block is a *run* (slots consecutive on both sides and one delta: slices, no index, no temporary for fp32) or a piece
+A block is a part of a *run* (slots consecutive on both sides and one delta: slices, no index, no temporary for fp32) or
 of the tokens that are in no long run (gathered and scattered by index). Blocks are small enough to stay in the cache.
-Deciding the blocks reads the slots on the host: on CUDA prefer the Triton path.
+Cutting reads the slots on the host: on CUDA prefer the Triton path.
 
 fp8 is copied as bytes, since torch has no index_copy_ of it on the CPU, and rotated in wider floats.
 """
@@ -71,7 +71,7 @@ def copy_rotate_torch(
     position_delta: torch.Tensor,
     spec: RotarySpec,
 ) -> None:
-    """`copy_rotate` on any device; memory beside the buffers: one block, and one table row per token at most."""
+    """`copy_rotate` on any device; memory beside the buffers: one block, and at most one table row per token."""
     min_run_len = max(_MIN_RUN_BYTES // k_buffers[0][0].nbytes, 1)
     blocks = list(_cut(src_loc, dst_loc, position_delta, spec, min_run_len))
     for k_buffer, v_buffer in zip(k_buffers, v_buffers, strict=True):

@@ -1,10 +1,9 @@
 """copy_rotate in Triton: one launch copies V and copies and rotates K in all layers of one layout.
 
 The angles are not computed here. cos and sin of every token are made once per call in float64 by torch and read by all
-layers, so the kernel is a pure copy in memory terms, and needs no fast-math sine. Where the layers lie is read from a
-table of addresses on the device. A program handles some heads of some tokens of one layer: neighbouring heads are
-neighbours in memory, and share the cos and sin of their token. No value leaves the registers between the read and the
-write.
+layers, so the kernel is limited by memory like a copy, and needs no fast-math sine. A table of addresses on the device
+says where the layers lie. A program handles some heads of some tokens of one layer: neighbouring heads are neighbours
+in memory, and share the cos and sin of their token. No value leaves the registers between the read and the write.
 """
 
 from __future__ import annotations
@@ -28,9 +27,9 @@ from sgl_kernel_ext.triton_parts import (
     pointer_at,
 )
 
-# Elements of K that a program holds, at 128 threads two or four 16-byte words each, and as many of V; heads (2 KB in a
-# row at 128 dimensions of two bytes) before tokens, and no more tokens than leave programs for every multiprocessor
-# where a short chunk is copied. Not tuned on a GPU yet.
+# Elements of K that a program holds, and as many of V: at 128 threads two or four 16-byte words each. A block takes as
+# many heads as it can (2 KB in a row at 128 dimensions of two bytes), then tokens, but so few that a short chunk gives
+# every multiprocessor a program. Not tuned on a GPU yet.
 _TILE_LEN = 4096
 _MAX_BLOCK_HEADS = 8
 _MAX_BLOCK_TOKENS = 16
@@ -41,7 +40,7 @@ _MAX_BLOCK_TOKENS = 16
 
 @triton.jit
 def _rotate(x, y, cos, sin, stays, MANTISSA: tl.constexpr, HAS_FP8: tl.constexpr):
-    """Both halves of the pairs turned, in the dtype that they came in."""
+    """Turns both halves of the pairs; results are in the dtype that the halves came in."""
     if MANTISSA > 0:
         x32, y32 = fp32_of_fp8(x, MANTISSA, HAS_FP8), fp32_of_fp8(y, MANTISSA, HAS_FP8)
         new_x = fp8_of_fp32(x32 * cos - y32 * sin, MANTISSA, HAS_FP8)
@@ -100,7 +99,7 @@ def _copy_rotate_kernel(
     v_src = v_ptr + (src * v_slot_stride)[:, None, None] + (head * v_head_stride)[None, :, None]
     v_dst = v_ptr + (dst * v_slot_stride)[:, None, None] + (head * v_head_stride)[None, :, None]
 
-    # All reads come first, so that they wait for memory together: no read may be moved before a write.
+    # All reads come first, so that they wait for memory together: the compiler may not move a read before a write.
     dim = tl.arange(0, V_PAD)[None, None, :]
     is_dim = is_token & (dim < V_DIM)
     v = tl.load(v_src + dim, mask=is_dim)
@@ -119,7 +118,7 @@ def _copy_rotate_kernel(
         tl.store(k_dst + pair, x, mask=is_pair)
         tl.store(k_dst + HALF + pair, y, mask=is_pair)
     else:
-        # Read and written as they lie, and parted in registers: every second element would be a word by itself.
+        # Pairs are read and written as they lie, and split in registers: strided access would take a word per element.
         turned = tl.arange(0, 2 * HALF_PAD)[None, None, :]
         is_turned = is_token & (turned < 2 * HALF)
         xy = tl.load(k_src + turned, mask=is_turned)
@@ -136,7 +135,7 @@ def _copy_rotate_kernel(
 
 
 class _Layout(NamedTuple):
-    """What one launch must know of its layers, the same for all; the number of slots may differ."""
+    """What all layers of one launch have in common; their number of slots may differ."""
 
     dtype: torch.dtype
     num_heads: int
@@ -203,6 +202,6 @@ def _launch(
 
 
 def _choose_block(num_heads: int, dim_pad: int) -> tuple[int, int]:
-    """(BLOCK_HEADS, BLOCK_TOKENS), powers of two; the first divides the number of heads, so that none is masked."""
+    """(BLOCK_HEADS, BLOCK_TOKENS), powers of two; the first divides the number of heads, so that no head is masked."""
     block_heads = min(num_heads & -num_heads, _MAX_BLOCK_HEADS)
     return block_heads, max(1, min(_TILE_LEN // (block_heads * dim_pad), _MAX_BLOCK_TOKENS))

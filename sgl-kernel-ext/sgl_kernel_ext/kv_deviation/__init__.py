@@ -1,7 +1,7 @@
 """Deviation of key and value from what was stored: CacheBlend's measure of how wrong a reused token is.
 
     kv_deviation   per token ||K_new - K_old||^2 + ||V_new - V_old||^2 over all heads (CacheBlend section 4.1; squared
-                   as in FusionRAG's equation 7); or of V
+                   as in FusionRAG's equation 7); or that of V alone
 
 The old K and V may be given token by token, or as the pool's buffers with the slots of the tokens; an old K that was
 stored for another position is turned on the way.
@@ -36,16 +36,16 @@ def kv_deviation(
     Args:
         k_new: [num_tokens, num_kv_heads, head_dim].
         v_new: [num_tokens, num_kv_heads, v_head_dim].
-        k_old, v_old: the same shapes; with `slots` [num_slots, ...] instead; fp8 too.
+        k_old, v_old: the same shapes, or [num_slots, ...] with `slots`; fp8 too.
         slots: [num_tokens] int64, where the old K and V of each token lie; None = token i at i.
-        position_delta: [num_tokens] int64, by how many positions the old K is turned first; None = K is at the phase of
-            the new one already. Given together with `spec`.
+        position_delta: [num_tokens] int64, by how many positions the old K is turned first; None = it is at the new
+            position already. Given together with `spec`.
         spec: the model's rotation.
         k_scale, v_scale: the old K and V are these times what is stored; for fp8.
         only_v: ||V_new - V_old||^2 alone; K is not read.
 
     Returns:
-        [num_tokens] fp32. Of one tensor-parallel rank's heads; the sum over ranks is the deviation.
+        [num_tokens] fp32, over the heads of this tensor-parallel rank; the sum over ranks is the deviation.
 
     Raises:
         ValueError: shapes or dtypes do not fit together, or only one of `position_delta` and `spec` is given.

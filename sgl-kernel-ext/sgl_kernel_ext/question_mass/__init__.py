@@ -27,9 +27,9 @@ class Questions:
     """Questions of some requests: each is consecutive rows, and a row sees its request's keys up to its own position.
 
     Args:
-        first_rows: of each, its first row among those of the forward.
-        row_lens: rows of each, at least one.
-        starts: position of its first row.
+        first_rows: the first row of each question among those of the forward.
+        row_lens: rows of each question, at least one.
+        starts: position of the first row of each question.
         kv_lens: keys of each request.
         kv_slots: [sum of kv_lens] int64, the slot of each key, one request behind the other.
 
@@ -62,8 +62,8 @@ class Questions:
     def on_device(self) -> tuple[torch.Tensor, torch.Tensor]:
         """[num_rows] int64, the questions' rows in the forward, and [num_requests, 5] int64, what a kernel must know.
 
-        That is, of a request: its first row among those of all questions, how many there are, the position of the
-        first, its first key among those of all requests, and how many there are.
+        That is, for each request: its first row among those of all questions, its number of rows, the position of its
+        first row, its first key among those of all requests, its number of keys.
         """
         rows = [np.arange(first, first + n) for first, n in zip(self._first_rows, self.row_lens, strict=True)]
         begins = [[0, *itertools.accumulate(lens[:-1])] for lens in (self.row_lens, self.kv_lens)]
@@ -99,10 +99,10 @@ def question_mass(
             (fp8 too) and equal strides; query head h reads key head h // (num_q_heads // num_kv_heads).
         sm_scale, logit_cap: as in `attention_mass`.
         k_scales: of each layer: K is this times what is stored; None = 1.
-        squared: sums of the squares of the softmax.
+        squared: sum the squares of the softmax instead.
         sinks: of each layer [num_q_heads], as in `attention_mass`; None = no layer has any.
-        added_to: [sum of kv_lens] fp32 of the layers in front of these, to which they are added one after the other,
-            so that sums do not depend on how layers are divided into calls.
+        added_to: [sum of kv_lens] fp32, the result for earlier layers. These layers are added to it one after the
+            other, so that sums do not depend on how layers are divided into calls.
 
     Returns:
         [sum of kv_lens] fp32; 0 behind the last row of a question.
@@ -179,5 +179,5 @@ def _check(
 
 
 def layout_of(buffer: torch.Tensor) -> tuple[object, ...]:
-    """What the K of layers that are scored by one call has in common."""
+    """What the K of all layers that one call scores must have in common."""
     return buffer.dtype, buffer.shape[1:], buffer.stride()

@@ -1,4 +1,4 @@
-"""question_mass, as it is defined: `attention_mass` of each question and layer by itself, added up."""
+"""question_mass by its definition: the `attention_mass` of each question and layer by itself, added up."""
 
 from __future__ import annotations
 

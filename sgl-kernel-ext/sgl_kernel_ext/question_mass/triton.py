@@ -2,13 +2,13 @@
 
     lse pass        a program per tile of rows, piece of keys, key head and layer finds the rows' log-sum-exp over it
     received pass   a program per block of keys and layer joins the pieces of every row, and adds up exp(s - lse)
-    sum             a program per block of keys adds the layers up, one after the other
+    sum             a program per block of keys adds up the layers, one after the other
 
 A row of a tile is a row of the question at one of the query heads that share a key head, so K is read once for all of
-them. Where K lies is read from tables of addresses and slots. Pieces, tiles and blocks begin where their request does,
-and a request is cut into as many pieces whatever stands beside it; nothing is added atomically: a request's masses are
-bit for bit the same in every batch. What is written, all fp32: `[num_layers, num_kv_heads, num_pieces, num_rows *
-group]` by the first pass, `[num_layers, sum of kv_lens]` by the second.
+them. Tables of addresses and slots say where K lies. A request's masses are bit for bit the same in every batch: its
+pieces, tiles and blocks begin where the request does, its number of pieces depends on no other request, and nothing is
+added atomically. The first pass writes fp32 `[num_layers, num_kv_heads, num_pieces, num_rows * group]`, the second fp32
+`[num_layers, sum of kv_lens]`.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ from sgl_kernel_ext.triton_parts import (
     scores_of,
 )
 
-# A request's keys are cut into pieces of this many, or into so many pieces where that would be more: each program of
-# the received pass joins them all.
+# A request's keys are cut into pieces of this many, but into at most so many pieces, as each program of the received
+# pass joins them all.
 _MIN_PIECE_LEN = 256
 _MAX_PIECES = 16
-# Keys of a program of the other passes. The received pass spills with more, and mostly has one tile of rows, so nothing
-# to load ahead.
+# Keys of a program of the other passes. The received pass spills with more; it mostly has one tile of rows, so there is
+# nothing to load ahead.
 _RECEIVED_KEYS = 32
 _SUM_KEYS = 128
 
 
 @triton.jit
 def _request(table_ptr, request):
-    """See `Questions.on_device`, and how many keys its question sees and how long its pieces are."""
+    """First row, number of rows, position of the first row, first key, number of keys: see `Questions.on_device`."""
     at = table_ptr + request * 5
     first_row = tl.load(at).to(tl.int32)
     num_rows = tl.load(at + 1).to(tl.int32)
@@ -59,7 +59,7 @@ def _request(table_ptr, request):
 
 @triton.jit
 def _piece_len(num_seen, MIN_PIECE_LEN: tl.constexpr, MAX_PIECES: tl.constexpr):
-    """Whole blocks of 64 keys."""
+    """Keys of a piece: whole blocks of 64."""
     return tl.maximum(tl.cdiv(tl.cdiv(num_seen, MAX_PIECES), 64) * 64, MIN_PIECE_LEN)
 
 
@@ -95,7 +95,7 @@ def _question_lse_kernel(
     MANTISSA: tl.constexpr,
     HAS_FP8: tl.constexpr,
 ):
-    """Fills lse, [layers, key heads, pieces, rows of all * GROUP] in log2; -inf where a row sees nothing of a piece."""
+    """Fills lse, [layers, key heads, pieces, all rows * GROUP] in log2; -inf if a row sees nothing of a piece."""
     layer_head = tl.program_id(1)
     layer = layer_head // NUM_KV_HEADS
     head = layer_head % NUM_KV_HEADS
@@ -181,13 +181,13 @@ def _question_received_kernel(
     MANTISSA: tl.constexpr,
     HAS_FP8: tl.constexpr,
 ):
-    """received: [layers, keys of all], means over heads; sinks: [layers, heads] fp32 in log2."""
+    """received: [layers, all keys], means over heads; sinks: [layers, heads] fp32 in log2."""
     layer = tl.program_id(1)
     first_row, own_rows, start, first_key, num_keys = _request(table_ptr, tl.program_id(2))
     num_seen = start + own_rows
     begin = tl.program_id(0) * BLOCK_KEYS
     n = begin + tl.arange(0, BLOCK_KEYS)
-    # What no row sees is not read: it may be anything.
+    # Keys that no row sees are not read: they may be anything.
     is_seen = n < num_seen
     slot = tl.load(slots_ptr + first_key + n, mask=is_seen, other=0)
     dim = tl.arange(0, HEAD_PAD)
@@ -241,7 +241,7 @@ def _question_received_kernel(
 
 @triton.jit(do_not_specialize=["added_to_ptr", "num_layers", "num_keys", "has_before"])
 def _sum_layers_kernel(received_ptr, added_to_ptr, sum_ptr, num_layers, num_keys, has_before, BLOCK_KEYS: tl.constexpr):
-    """sum: [num_keys], of received [num_layers, num_keys], in their order, behind added_to where there is one."""
+    """sum: [num_keys], of added_to, if there is one, then of received [num_layers, num_keys], in this order."""
     n = tl.program_id(0).to(tl.int64) * BLOCK_KEYS + tl.arange(0, BLOCK_KEYS)
     is_key = n < num_keys
     total = tl.load(added_to_ptr + n, mask=is_key & (has_before > 0), other=0.0)
@@ -264,7 +264,7 @@ def question_mass_triton(
     """`question_mass` without a host synchronisation; the last dimension of the buffers must be dense.
 
     Args:
-        sm_scales: of each layer, with the scale of its K.
+        sm_scales: of each layer, multiplied by the scale of its K.
     """
     first = k_buffers[0]
     check_dense(**{"k_buffers[0]": first})
@@ -310,6 +310,6 @@ def question_mass_triton(
 
 
 def _num_pieces(num_seen: int) -> int:
-    """How many pieces `_piece_len` makes of so many keys."""
+    """Number of pieces into which `_piece_len` cuts so many keys."""
     piece_len = max(-(-num_seen // _MAX_PIECES // 64) * 64, _MIN_PIECE_LEN)
     return -(-num_seen // piece_len)

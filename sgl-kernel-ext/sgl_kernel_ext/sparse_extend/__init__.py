@@ -3,13 +3,13 @@
     sparse_extend    each row attends to every position of its request up to and including its own
     SparseExtend     the same for the layers of a forward, which share positions and slots
     PrivateKeys      exclude list: positions whose shared slot is not read, and the private slot read in its place
-    exclude_shared   the slots that are read then; once per forward, where several layers read the same
+    exclude_shared   applies the list to the slots; call it once per forward, if several layers read the same
 
     positions of one request   0 1 2 3 4 5 6 7 8      kv_indices: the slot of each position
     rows                           ^     ^   ^ ^      row_positions: 2, 4, 6, 7 (ascending)
     keys the row at 4 sees     x x x x x
 
-The work is in proportion to rows x visible keys, and only one block of scores exists at a time. Buffers are read-only:
+The work is proportional to rows x visible keys, and only one block of scores exists at a time. Buffers are read-only:
 the K and V of the rows themselves must already lie in their slots. Only `out` is written, every element of it. Slots
 that no row can see are never read, so they may hold anything.
 """
@@ -28,7 +28,7 @@ __all__ = ["PrivateKeys", "SparseExtend", "exclude_shared", "sparse_extend"]
 
 @dataclass(frozen=True)
 class PrivateKeys:
-    """Positions of some requests whose K and V lie in a slot of the request's own, beside shared slots for the others.
+    """Positions of some requests whose K and V lie in slots of the request's own; other positions use shared slots.
 
     Attributes:
         indptr: [num_requests + 1] from 0; request i owns positions[indptr[i]:indptr[i + 1]]; may be empty.
@@ -43,10 +43,10 @@ class PrivateKeys:
 
 
 def exclude_shared(kv_indptr: IndPtr, kv_indices: torch.Tensor, private: PrivateKeys) -> torch.Tensor:
-    """[num_keys] int64 slots in which `private` stands in the place of the shared ones; `kv_indices` is not changed.
+    """[num_keys] int64 slots, with those of `private` in the place of the shared ones; `kv_indices` is not changed.
 
-    An excluded slot is never read, so nothing is masked, and every backend gives to the bit what it gives where all
-    keys lie in slots of one request. Slots, not pages, are replaced: any page size. No host synchronisation.
+    An excluded slot is never read, so nothing is masked, and every backend gives bit for bit what it gives if all keys
+    lie in slots of one request. Slots, not pages, are replaced: any page size works. No host synchronisation.
 
     Raises:
         ValueError: shapes or dtypes do not fit together.
@@ -138,7 +138,7 @@ class SparseExtend:
         return out
 
     def forget(self) -> None:
-        """Gives back what the calls so far have made of the index tensors; the next one makes it anew."""
+        """Frees what calls have made of the index tensors; the next call makes it anew."""
         self._torch_plan = None
 
 
@@ -166,9 +166,9 @@ def sparse_extend(
     Query head h reads key-value head h // (num_q_heads // num_kv_heads). Scores are `sm_scale * q.k`, and with a
     positive `logit_cap` then `cap * tanh(score / cap)`; they and the sums are fp32 whatever the dtype.
 
-    With buffers of fp8 K is `k_scale` and V is `v_scale` times what is stored. q's dtype holds every fp8 number, so the
-    only error of fp8 is what its rounding did when K and V were stored: the bounds against a definition that reads the
-    same buffers are those of q's dtype.
+    With fp8 buffers, K is `k_scale` and V is `v_scale` times what is stored. q's dtype holds every fp8 number, so the
+    only error of fp8 is the rounding when K and V were stored: against a definition that reads the same buffers, the
+    error bounds are those of q's dtype.
 
     Args:
         q: [num_rows, num_q_heads, head_dim], rows grouped by request.
@@ -184,7 +184,7 @@ def sparse_extend(
             the Triton path does not (no host synchronisation) and then sees the existing keys only.
         window: positions that a row sees in front of its own; -1 = all.
         sinks: [num_q_heads], the score of one more key that every row sees, whose value is 0 (gpt-oss); None = there is
-            none. FlashInfer's version has neither windows nor sinks: Triton's serves.
+            none. FlashInfer's version has neither windows nor sinks: Triton's is used for them.
         private: keys that are read from other slots than kv_indices says.
         out: [num_rows, num_q_heads, v_head_dim] in q's dtype, to write into; last two dimensions dense.
 

@@ -3,15 +3,15 @@
     plan   once per forward: reads lengths and positions on the host (this waits for the GPU), builds the index lists
     run    once per layer: nothing waits
 
-FlashInfer walks all keys of what it calls a request, so rows are handed over in groups: each group is a request to it
-whose keys end at the position of the group's last row. FlashInfer wants the slots of requests one after the other, so
-every group has its own copy of them: the sum of the groups' keys x 4 bytes, kept to 64 MB by larger groups.
+FlashInfer walks all keys of what it calls a request, so rows are handed over in groups: each group is a request to
+FlashInfer whose keys end at the position of the group's last row. FlashInfer wants the slots of requests one after the
+other, so every group has its own copy of them: 4 bytes per key and group, kept to 64 MB by larger groups.
 
     rows of one request    2 4 6 | 9 12       two groups
-    keys of the groups     0..6  | 0..12      of them a row at p sees those up to p
+    keys of the groups     0..6  | 0..12      a row at p sees those up to p
 
-nvcc compiles the variant when it is first used (minutes; FlashInfer keeps it on disk). Where that fails, a warning says
-so and `variant()` is "mask": FlashInfer's own kernel reads a bit per row and key, which costs memory in proportion.
+nvcc compiles the variant when it is first used (minutes; FlashInfer keeps it on disk). If that fails, a warning says so
+and `variant()` is "mask": FlashInfer's own kernel then reads a bit per row and key, which takes that much memory.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ ROWS_PER_GROUP = 128  # at least one full tile of FlashInfer's (128 rows x query
 MAX_INDEX_ENTRIES = 16 << 20  # of 4 bytes
 
 # The kernel itself reads qo_len, kv_len, window_left and sm_scale_log2. Rows are numbered within their group. Tiles
-# have rows past its end, whose results are dropped: these must not read past the positions.
+# have rows past the end of their group: their results are dropped, but they must not read past the positions.
 _VARIANT = """
 struct RowPositionAttention : AttentionVariantBase {
   uint32_t qo_len, kv_len, window_left, first_row;
@@ -66,19 +66,19 @@ struct RowPositionAttention : AttentionVariantBase {
 
 _workspaces: dict[torch.device, torch.Tensor] = {}
 _attentions: dict[torch.device, FlashInferSparseExtend] = {}
-_planned: dict[torch.device, tuple[Index, dict[str, Any]]] = {}  # keeps the index, so that no other can be taken for it
+_planned: dict[torch.device, tuple[Index, dict[str, Any]]] = {}  # holds the index, so that no other gets its identity
 _build_failure: str | None = None
 
 
 def variant() -> Literal["jit", "mask"]:
-    """How plans from now on mask: "jit" (by row positions) unless this process has failed to build the variant."""
+    """How new plans mask: "jit" (by row positions), or "mask" if this process has failed to build the variant."""
     return "jit" if _build_failure is None else "mask"
 
 
 def unserved(
     dtype: torch.dtype, head_dim: int, v_head_dim: int, kv_dtype: torch.dtype, has_sinks: bool = False
 ) -> str | None:
-    """What of a model FlashInfer has no kernel for; None where it has one."""
+    """Why FlashInfer has no kernel for a model; None if it has one."""
     if importlib.util.find_spec("flashinfer") is None:
         return "flashinfer is not installed"
     if has_sinks:
@@ -99,7 +99,7 @@ class RowGroups:
     Attributes:
         row_indptr: [num_groups + 1], group g has the rows row_indptr[g]:row_indptr[g + 1], at least one.
         kv_starts: [num_groups], where in `kv_indices` the slots of its request begin.
-        kv_lens: [num_groups], position of its last row + 1: it needs so many of them.
+        kv_lens: [num_groups], position of its last row + 1, which is how many slots it needs.
     """
 
     row_indptr: list[int]
@@ -130,8 +130,8 @@ def group_rows(
     rows_per_group: int = ROWS_PER_GROUP,
     max_index_entries: int = MAX_INDEX_ENTRIES,
 ) -> RowGroups:
-    """Cut every request into groups of `rows_per_group` rows, or of 2, 4, ... times as many where the groups would
-    have more than `max_index_entries` keys together; it ends at one group per request.
+    """Cut every request into groups of `rows_per_group` rows, or of 2, 4, ... times as many if the groups would have
+    more than `max_index_entries` keys together; at most there is one group per request.
 
     Args:
         kv_indptr, row_indptr: [num_requests + 1] from 0.
@@ -221,7 +221,7 @@ class FlashInferSparseExtend:
         """Write `out` for the planned rows; shapes as in `sparse_extend`.
 
         Raises:
-            ValueError: there is no plan, or not for such tensors, or FlashInfer has no kernel for them.
+            ValueError: there is no plan, or none for such tensors, or FlashInfer has no kernel for them.
         """
         _check_supported(q, k_buffer, v_buffer)
         given = (q.shape[1], k_buffer.shape[1], q.shape[2], q.dtype)
@@ -234,7 +234,7 @@ class FlashInferSparseExtend:
             out.copy_(dense)
 
     def _wrapper_for(self, dtype: torch.dtype, head_dim: int) -> tuple[Any, str]:
-        """FlashInfer's wrapper and how it masks. The first call builds the variant or notes that it cannot be."""
+        """FlashInfer's wrapper and how it masks. The first call builds the variant, or notes that this failed."""
         from flashinfer import BatchPrefillWithPagedKVCacheWrapper
         from flashinfer.prefill import get_customize_batch_prefill_module
 
@@ -277,7 +277,7 @@ def sparse_extend_flashinfer(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
 ) -> None:
-    """Write `out`; arguments as in `sparse_extend`, `index` being those of `SparseExtend`.
+    """Write `out`; arguments as in `sparse_extend`, `index` is the index tensors of a `SparseExtend`.
 
     Plans unless the last call on this device had the same `index`, heads and scales, as the layers of a forward have.
 

@@ -4,7 +4,7 @@
     choose_splits   among how many programs the keys of one tile are split
     find_tile       which request a tile belongs to
 
-The host chooses before a launch, by numbers that it knows without waiting; a program finds its tile on the device.
+The host chooses before a launch, by numbers that it knows without waiting; on the device a program finds its tile.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def choose_tile(dim_pad: int, q_size: int, group: int, arch: int, *, is_plain: b
         q_size: bytes of an element of q.
         group: query heads per key-value head.
         arch: 90 for sm_90.
-        is_plain: K and V are of q's dtype, their dimensions not padded: what it takes to read others takes registers.
+        is_plain: K and V are of q's dtype, their dimensions not padded; reading others takes more registers.
     """
     is_wide = dim_pad > 128
     if q_size == 4:
@@ -60,9 +60,9 @@ def _num_multiprocessors(device: torch.device) -> int:
 
 
 def choose_splits(num_programs: int, num_keys: int, device: torch.device) -> int:
-    """Among how many programs the keys of one tile are split: enough that every multiprocessor has two.
+    """Among how many programs the keys of one tile are split: enough for two per multiprocessor, if the keys suffice.
 
-    Not tuned on a GPU yet: 512 keys are a few microseconds' work.
+    Not tuned on a GPU yet: the 512 keys that a program has at least are a few microseconds' work.
     """
     wanted = triton.cdiv(2 * _num_multiprocessors(device), num_programs)
     return max(1, min(wanted, num_keys // _MIN_SPLIT_LEN, MAX_SPLITS))
@@ -70,7 +70,7 @@ def choose_splits(num_programs: int, num_keys: int, device: torch.device) -> int
 
 @triton.jit
 def find_tile(tile, row_indptr_ptr, num_requests, TILE_ROWS: tl.constexpr):
-    """(request, number of tiles of those before it); the request is `num_requests` or more past the last tile."""
+    """(request, number of tiles of the requests before it); past the last tile, request is `num_requests` or more."""
     request = 0
     tiles_before = 0
     total = 0
@@ -82,7 +82,7 @@ def find_tile(tile, row_indptr_ptr, num_requests, TILE_ROWS: tl.constexpr):
         num_tiles = (num_rows + TILE_ROWS - 1) // TILE_ROWS
         tiles_up_to = total + tl.cumsum(num_tiles, 0)
         is_before = tiles_up_to <= tile
-        # Padding counts too, but only where all requests do: past the end.
+        # Padding of the last block counts too, but only if all requests do: past the last tile.
         request += tl.sum(is_before.to(tl.int32), 0)
         tiles_before = tl.maximum(tiles_before, tl.max(tl.where(is_before, tiles_up_to, 0), 0))
         total += tl.sum(num_tiles, 0)

@@ -1,7 +1,7 @@
 """sparse_extend in torch, by blocks of rows: the CPU path of the product.
 
     TorchPlan   once per forward: reads lengths, positions and slots on the host, cuts the rows, makes the masks
-    attend      once per layer: nothing but gathers and attention
+    attend      once per layer: gathers and attention only
 
 For each request K and V are gathered (or sliced, where the slots are consecutive), and its rows are cut into
 
@@ -9,9 +9,9 @@ For each request K and V are gathered (or sliced, where the slots are consecutiv
              both by flash attention, joined by their log-sum-exp. A whole prompt is one causal square.
     blocks   a few rows anywhere: flash attention over keys [0, last row of the block] with a mask
 
-so that beyond the needed scores only half a block's reach of keys is computed in vain. K and V are never repeated for
-the query heads that share them. A logit cap and sinks, which flash attention lacks, take plain matrix products over
-blocks.
+so that a row of a block computes scores in vain only for keys that other rows of the block see. K and V are never
+repeated for the query heads that share them. A logit cap and sinks, which flash attention lacks, take plain matrix
+products over blocks.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from sgl_kernel_ext.backend import raw
 # Measured on 2 cores (AMD EPYC, Zen 5), torch 2.14, 14 query heads and 2 key-value heads x 64, fp32, one and two
 # threads, as ms in blocks of 32 / 64 / 192: 192 rows over 1,300 keys 10.0 / 11.8 / 15.1 and 5.1 / 5.8 / 7.6, 632 over
 # 4,160 86 / 92 / 103 and 45 / 47 / 49, 52 over 4,160 12.2 / 14.7 / 14.6. On an Intel Xeon at 2.5 GHz 576 rows in eight
-# places of 4,096 keys, 12 heads x 64: 119 / 117 / 73, for from 192 rows on flash attention works on 64 at a time there.
+# places of 4,096 keys, 12 heads x 64: 119 / 117 / 73, as from 192 rows on flash attention takes 64 at a time there.
 _BLOCK_ROWS = 32
 _WIDE_BLOCK_ROWS = 192
 _MIN_WIDE_ROWS = 384
-# Few keys are one block, gathered by index: 42 rows over 240, 4 query heads and 2 x 32, 0.17 ms instead of 0.28.
+# Few keys are one block, gathered by index: 42 rows over 240 keys, 4 query heads and 2 x 32, 0.17 ms instead of 0.28.
 _MAX_SHORT_LEN = 512
 _MIN_COPY_ROWS = 96
 _MIN_RUN_ROWS = 256
@@ -60,11 +60,11 @@ class _Request:
     slots: torch.Tensor  # [position of the last row + 1]: what is not visible is not read
     runs: list[tuple[int, int]] | None  # (first slot, length) of consecutive slots, in order; None where they are short
     blocks: list[_Block]
-    by_head: bool  # whether many rows are masked: then what is gathered is laid out head by head, as blocks want it
+    by_head: bool  # whether K and V are laid out head by head, as blocks want it: if many rows are masked
 
 
 class TorchPlan:
-    """What of a forward's attention depends on positions and slots only.
+    """The part of a forward's attention that depends only on positions and slots.
 
     Raises:
         ValueError: lengths do not fit, or positions do not ascend.
@@ -146,7 +146,7 @@ def as_list(indptr: IndPtr) -> list[int]:
 
 
 def cut_rows(positions: Sequence[int], can_run: bool) -> Iterator[tuple[int, int, bool]]:
-    """Cut ascending positions into (start, stop, is_run), in order; runs are consecutive, as long as they go."""
+    """Cut ascending positions into (start, stop, is_run), in order; a run is as long as positions are consecutive."""
     num_rows, kv_len = len(positions), positions[-1] + 1
     runs: list[tuple[int, int]] = []
     if can_run and kv_len == num_rows:
@@ -177,9 +177,9 @@ def _runs_of(slots: torch.Tensor) -> list[tuple[int, int]] | None:
 
 
 def _gather(buffer: torch.Tensor, request: _Request) -> torch.Tensor:
-    """The request's keys or values, [num_slots, num_kv_heads, dim]: a view of the buffer where all are one run.
+    """The request's keys or values, [num_slots, num_kv_heads, dim]: a view of the buffer if all slots are one run.
 
-    Otherwise a copy; that of long runs lies head by head in memory too.
+    Otherwise, or if `by_head`, it is a copy; that of several long runs, and any if `by_head`, lies head by head.
     """
     runs, slots = request.runs, request.slots
     if runs is not None and len(runs) == 1:
@@ -197,7 +197,7 @@ def _gather(buffer: torch.Tensor, request: _Request) -> torch.Tensor:
     return gathered.transpose(0, 1).contiguous().transpose(0, 1) if request.by_head else gathered
 
 
-# Of each of these q is [num_rows, num_q_heads, dim], k and v are [num_keys, num_kv_heads, dim]; so is the result.
+# In each of these q and the result are [num_rows, num_q_heads, dim], k and v are [num_keys, num_kv_heads, dim].
 
 
 def _flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: object) -> torch.Tensor:
@@ -207,7 +207,7 @@ def _flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: object)
 
 
 def _attend_run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sm_scale: float) -> torch.Tensor:
-    """Rows at the last `len(q)` positions of k and v."""
+    """Attention of rows at the last `len(q)` positions of k and v."""
     prefix_len = k.shape[0] - q.shape[0]
     if not prefix_len:
         return _flash(q, k, v, is_causal=True, scale=sm_scale)

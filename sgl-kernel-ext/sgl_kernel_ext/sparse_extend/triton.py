@@ -1,7 +1,7 @@
 """sparse_extend in Triton: flash attention whose tiles stop at their last row's position.
 
-A program computes one tile of rows of one key-value head: the query heads that share this head are rows of the tile
-too, so K and V are read once for all of them and a handful of rows still fills a matrix product. Row m of a tile is
+A program computes one tile of rows for one key-value head: each query head that shares this head has rows in the tile,
+so K and V are read once for all of them and a handful of rows still fills a matrix product. Row m of a tile is
 query row m // GROUP, member m % GROUP. Which request a tile belongs to is found on the device from `row_indptr`, so
 that nothing waits for the GPU; the grid has room for the worst case and tiles past the end leave at once. Tiles of
 late positions are the longest and start first.
@@ -9,10 +9,10 @@ late positions are the longest and start first.
     keys of a tile   0 ... first row's position | ... last row's position
                      every row sees all: no mask | masked
 
-Where the tiles are too few to fill the GPU, the keys of each are split among several programs (split-K): every program
+If the tiles are too few to fill the GPU, the keys of each are split among several programs (split-K): every program
 writes its share's result and log-sum-exp, and a second kernel weighs the shares.
 
-Compile keys: two of the first kernel (with and without a split), one of the second, whatever the batch is.
+The first kernel has two compile keys (with and without a split), the second one, whatever the batch is.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ def _attend(
 ):
     """Adds keys [begin, end) to the running sums; pointers are those of the head and of the request's first slot.
 
-    `top` and the scores are in units of log2. Without a mask every row must see all keys, whose number must be whole
-    blocks.
+    `top` and the scores are in units of log2. Without `IS_MASKED` every row must see all keys, and the keys must be
+    whole blocks.
     """
     dim = tl.arange(0, HEAD_PAD)
     v_dim = tl.arange(0, V_PAD)
@@ -96,8 +96,8 @@ def _attend(
             if HAS_WINDOW:
                 visible = visible & (n[None, :] >= position[:, None] - window)
             scores = tl.where(visible, scores, float("-inf"))
-        # Key 0 is visible to every row, so `top` is finite from the first step on; a later split may have rows that
-        # see none of its keys, as may a block in front of a row's window, and -inf minus -inf is NaN.
+        # Key 0 is visible to every row, so `top` is finite from the first step on. But a later split, or a block in
+        # front of a row's window, may have no key that the row sees, and -inf minus -inf is NaN.
         new_top = tl.maximum(top, tl.max(scores, 1) * scale)
         if (IS_SPLIT or HAS_WINDOW) and IS_MASKED:
             new_top = tl.maximum(new_top, LOWEST)
@@ -172,7 +172,7 @@ def _sparse_extend_kernel(
     MANTISSA: tl.constexpr,
     HAS_FP8: tl.constexpr,
 ):
-    """out: [splits, rows, heads, V_DIM] and lse: [splits, rows, heads] fp32, dense, where keys are split."""
+    """If keys are split, out is [splits, rows, heads, V_DIM] and lse [splits, rows, heads], fp32 and dense."""
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     kv_head = tl.program_id(1)
     request, tiles_before = find_tile(tile, row_indptr_ptr, num_requests, TILE_ROWS)
@@ -189,7 +189,7 @@ def _sparse_extend_kernel(
         # Rows of padding take position 0: they see one key and stay finite.
         position = tl.load(row_positions_ptr + row, mask=is_row, other=0).to(tl.int32)
         end = tl.minimum(tl.load(row_positions_ptr + row_end - 1).to(tl.int32) + 1, kv_len)
-        # Rows ascend: what the first one sees, all see.
+        # Rows ascend, so all see what the first one sees.
         full_end = tl.minimum(tl.load(row_positions_ptr + row_start).to(tl.int32) + 1, kv_len) // BLOCK_N * BLOCK_N
         begin = 0
         if HAS_WINDOW:  # every block may be cut by some row's window
@@ -212,7 +212,7 @@ def _sparse_extend_kernel(
         top = tl.full([BLOCK_M], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
         acc = tl.zeros([BLOCK_M, V_PAD], tl.float32)
-        if HAS_SINKS:  # a key of value 0 that has been seen already, by the first split
+        if HAS_SINKS:  # the first split begins as if it had seen a key of value 0
             is_first = tl.program_id(2) == 0
             sink = tl.load(sinks_ptr + head).to(tl.float32) * _LOG2_E
             top = tl.where(is_first, sink, top)
@@ -310,8 +310,8 @@ def sparse_extend_triton(
     sinks: torch.Tensor | None = None,
     tile: Tile | None = None,
 ) -> None:
-    """Write `out`; arguments as in `sparse_extend`. One launch, two where keys are split, and no host synchronisation
-    when both indptr are tensors on the device; the last dimension of q, the buffers and `out` must be dense.
+    """Write `out`; arguments as in `sparse_extend`. It takes one launch, two if keys are split, and no host
+    synchronisation if both indptr are tensors on the device; the last dimension of q, buffers and `out` must be dense.
 
     Args:
         tile: None = `choose_tile`.
@@ -327,7 +327,7 @@ def sparse_extend_triton(
     tile_rows = tile.block_m // group
     # Every request may end in a tile that is not full.
     max_tiles = triton.cdiv(num_rows, tile_rows) + num_requests
-    # Of one request, as far as the host knows: how long each is, only the device does.
+    # As if all keys were of one request: only the device knows how long each request is.
     num_splits = choose_splits(max_tiles * num_kv_heads, kv_indices.numel(), q.device)
     is_split = num_splits > 1
     if is_split:

@@ -1,7 +1,7 @@
 """Choices: what the requests of a fused batch choose, drop or correct in its forward.
 
-Verbs: `Choices.of` (puts together what they need on the device), `attention` (over rows that are known), `choose` (the
-rows that questions have found take the places of the placeholders).
+Verbs: `Choices.of` (puts together what they need on the device), `attention` (over rows that are known), `choose` (puts
+the rows that questions have found in the places of the placeholders).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class LateRows:
     """Rows of a request that its question finds.
 
     Attributes:
-        num_load_rows: rows in front of the ordinary extend, with those that are known.
+        num_load_rows: all rows in front of the ordinary extend, also those that are known before.
         prompt_ids: `[load_end]` token ids, on the device.
     """
 
@@ -55,7 +55,7 @@ class Choices:
     Attributes:
         rows: of the forward that computes the answers; late rows are placeholders.
         requests: one per request of the batch.
-        late: by place in the batch, of requests whose question finds rows.
+        late: rows of requests whose question finds rows, by the request's place in the batch.
         layers: of the model.
         tp_size: ranks among which the heads are divided.
         lora_manager: SGLang's; None = without adapters.
@@ -77,7 +77,7 @@ class Choices:
         model_runner: ModelRunner,
         layers: ModelLayers,
     ) -> Choices:
-        """What `batch` with the added rows chooses."""
+        """The choices of `batch` with the added rows."""
         tp_size = ranks_of_batch().world_size
         choosing = {i: choice for i, one in enumerate(added) if (choice := one.choice) is not None}
         asks = {i: choice.plan for i, choice in choosing.items() if choice.selection.asks_first}
@@ -121,18 +121,18 @@ class Choices:
                 tp_size=tp_size,
                 explain=state.options.explain,
             )
-            # A retracted request's reply speaks of its first forward.
+            # The reply of a retracted request reports its first forward.
             if state.reported is not None and state.admission.plan is state.reported.plan:
                 state.reported.selection = progress.report
             requests.append(progress)
         return cls(rows, requests, late, layers, tp_size, model_runner.lora_manager)
 
     def question_pass(self, asking: Collection[int], row_lens: Sequence[int]) -> QuestionPass:
-        """Looks on while the requests `asking` ask, in a forward with so many rows of each request."""
+        """Observer of a forward in which the requests `asking` ask, with `row_lens` rows of each request."""
         return QuestionPass(self.requests, asking, row_lens, self.rows, self.tp_size)
 
     def choose(self, batch: ForwardBatch) -> Attention:
-        """Writes into `batch` the rows that the questions have found; what attends then."""
+        """Writes the rows that the questions have found into `batch`; returns what attends then."""
         began, begin = time.perf_counter(), 0
         for i, (request, length) in enumerate(zip(self.requests, self.rows.row_lens, strict=True)):
             late = self.late.get(i)

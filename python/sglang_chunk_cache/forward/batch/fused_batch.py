@@ -1,8 +1,9 @@
-"""FusedBatch: a batch with added rows as one model computes it, in parts where one cannot hold or know all rows.
+"""FusedBatch: a batch with added rows as one model computes it: in several parts if the rows are too many for one, or
+not all known.
 
 Verb: `FusedBatch.parts`. A row depends on rows in front of it only, so rows that are known before the forward may be
-cut anywhere. They are too many where KV was to arrive during the forward and did not, or for a model that drafts. Where
-a question finds rows, it is a part of its own in front of the one that computes the answer.
+cut anywhere. They can be too many if KV did not arrive during a forward, or for a model that drafts. If a question
+finds rows, it is a part of its own in front of the one that computes the answer.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
 
 
 Observe = Callable[["ScheduleBatch", Sequence[int], int | None], tuple[Observer, ...]]
-"""Who looks on in a batch, given where each request begins, and where its rows end; None = where its extend does."""
+"""Who looks on in a batch, given where each request's rows begin, and where they end; None = where its extend does."""
 States = Callable[["ScheduleBatch", Sequence[AddedRows], Sequence[npt.NDArray[np.int64]]], "StateForward | None"]
 """What layers with states do in a batch, given what is added to it and the positions of all rows."""
 
@@ -56,13 +57,13 @@ class FusedBatch:
     Attributes:
         batch: SGLang's, without the rows.
         model_runner: of the model that computes it.
-        init: makes the forward batch of a batch, as stock SGLang does.
+        init: makes a `ForwardBatch` of a batch, as stock SGLang does.
         kernel: backend of the operations.
         min_run_len: mean length of runs of rows from which SGLang's attention backend serves them; None = never.
-        layers: of the model; None = it drafts, so that no row leaves and each is the token behind.
+        layers: of the model; None = it drafts, so that no row leaves and each gets the token behind it as its input.
         observe: see `Observe`.
         states: see `States`; None = the model has none.
-        count: told by which kernel a part is served.
+        count: called with the name of the kernel that serves a part.
     """
 
     batch: ScheduleBatch
@@ -76,7 +77,7 @@ class FusedBatch:
     count: Callable[[str], None] = lambda _: None
 
     def parts(self, added: Sequence[AddedRows]) -> tuple[Part, ...]:
-        """One, or several: see the head of this file; `added` per request."""
+        """One part, or several: see the head of this file; `added` has one entry per request."""
         batch = self.batch
         if self.layers is not None and any(one.choice is not None for one in added):
             return self._choosing(added, self.layers)
@@ -102,7 +103,7 @@ class FusedBatch:
         return (*parts, self._part(batch, [replace(one, positions=last, begin=begin), *decoding], first=parts[0]))
 
     def _choosing(self, added: Sequence[AddedRows], layers: ModelLayers) -> tuple[Part, ...]:
-        """The part that computes the answers, behind those in which questions ask: one for each last layer."""
+        """The part that computes the answers, behind the parts in which questions ask, one for each last layer."""
         answer = self._part(self.batch, added)
         rows = answer.attention
         assert isinstance(rows, FusedRows), "rows that are chosen are served by our kernel"
@@ -125,7 +126,7 @@ class FusedBatch:
     def _part(
         self, batch: ScheduleBatch, added: Sequence[AddedRows], *, end: int | None = None, first: Part | None = None
     ) -> Part:
-        """One forward; `end` of the rows where they do not reach up to the extend's, `first` of the parts."""
+        """One part; `end`: of its rows, if not the extend's; `first`: a part made before, whose tables are shared."""
         begins = [
             prefix_len if one.begin is None else one.begin
             for one, prefix_len in zip(added, batch.prefix_lens, strict=True)
@@ -171,7 +172,7 @@ class FusedBatch:
     def _runs_for_backend(
         self, positions: list[npt.NDArray[np.int64]], pool_rows: list[int], rows_stay: list[bool]
     ) -> tuple[Runs | None, list[bool]]:
-        """What SGLang's backend serves of a part, and of each request whether that is it; None: nothing."""
+        """Runs of a part that SGLang's backend serves (None: it serves none), and which requests it serves."""
         if self.min_run_len is not None:
             runs, are_served = Runs.worthwhile(positions, pool_rows, rows_stay, self.min_run_len)
             # Beside our kernel Q of latent attention comes in one piece, which not every backend takes.

@@ -1,4 +1,4 @@
-"""Images among scattered rows: what SGLang's routines of a multimodal model are given of a fused request.
+"""Images among scattered rows: what SGLang's multimodal routines are given for a fused request.
 
 Verb: `image_rows`.
 """
@@ -16,14 +16,14 @@ import torch
 def image_rows(inputs: Any, positions: npt.NDArray[np.int64], first: int) -> Any:
     """A copy of a request's `MultimodalInputs`, as if its rows were its tokens from `first` on; None = no rows.
 
-    An image of which no row is computed is left out, so its encoder does not run. Of the others, all rows are there,
-    or those up to the last row or from the first on: a plan cuts no image. A coordinate stays as far from the row's
-    place as it was from the token's (`forward/positions`).
+    An image without rows is left out, so its encoder does not run. Any other image has all of its rows, except that the
+    first one may lack its beginning and the last one its end: a plan cuts no image. A coordinate stays as far from the
+    row's place as it was from the token's (`forward/positions`).
 
     Args:
-        inputs: None = it has no images.
+        inputs: None = the request has no images.
         positions: `[num_rows]` prompt positions of the rows, ascending.
-        first: what SGLang takes for the number of tokens in front of them.
+        first: number of tokens in front of the rows, as SGLang counts.
     """
     if inputs is None or not len(positions):
         return None

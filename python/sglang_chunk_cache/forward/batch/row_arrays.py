@@ -1,4 +1,5 @@
-"""The arrays of a fused batch: SGLang's batch with rows in front of each request's extend, which it takes for tokens.
+"""The arrays of a fused batch: SGLang's batch with rows in front of each request's extend, which SGLang takes for more
+tokens of the extend.
 
 Verbs: `positions_of` (all rows), `with_rows` (the batch), `questions_alone` (the batch in which questions ask),
 `one_ahead` (the ids that a draft is given).
@@ -49,11 +50,11 @@ def with_rows(
     extra: Sequence[np.ndarray],
     device: str,
 ) -> tuple[ScheduleBatch, torch.Tensor, list[torch.Tensor]]:
-    """A copy of `batch` with the added rows in front of each request's extend, `[num_rows]` positions of all, `extra`.
+    """A copy of `batch` with the added rows in front of each request's extend; positions `[num_rows]` of all; `extra`.
 
     Args:
-        positions: `positions_of` the two.
-        extra: what else is to be uploaded.
+        positions: `positions_of(batch, added)`.
+        extra: other arrays to upload, returned on the device.
     """
     req_to_token = batch.req_to_token_pool.req_to_token
     num_prefilling = len(batch.reqs) - num_decoding(batch)
@@ -75,7 +76,7 @@ def with_rows(
         fused.input_ids[-num_decoded:] = batch.input_ids[-num_decoded:]
     fused.out_cache_loc = req_to_token.view(-1).index_select(0, row_places).to(batch.out_cache_loc.dtype)
     fused.extend_lens = [length + more for length, more in zip(batch.extend_lens, num_added, strict=True)]
-    # Of these, only the sum with the extend has a meaning.
+    # These have a meaning only in the sum with `extend_lens`.
     fused.prefix_lens = [length - more for length, more in zip(batch.prefix_lens, num_added, strict=True)]
     starts = zip(batch.extend_logprob_start_lens, num_added, strict=True)
     fused.extend_logprob_start_lens = [start + more for start, more in starts]
@@ -94,7 +95,7 @@ def with_rows(
 def questions_alone(
     batch: ScheduleBatch, added: Sequence[AddedRows], asking: Collection[int]
 ) -> tuple[ScheduleBatch, list[AddedRows]]:
-    """A copy of `batch` in which only the requests `asking` are computed, with the rows that their plans begin with.
+    """A copy of `batch` that computes only the requests `asking`, with the rows that their plans begin with.
 
     The other requests have no rows, as if they had been computed already. Questions that ask have no images.
     """
@@ -112,7 +113,7 @@ def questions_alone(
 
 
 def one_ahead(batch: ScheduleBatch, fused: ScheduleBatch, positions: list[npt.NDArray[np.int64]]) -> torch.Tensor:
-    """`[num_rows]` the token behind each row, which is what a draft is given; behind the last one as in `batch`."""
+    """`[num_rows]` the token behind each row, which a draft is given; for each request's last row as in `batch`."""
     ids = [
         np.append(np.frombuffer(req.full_untruncated_fill_ids, dtype=np.int64), 0)[own + 1]
         for req, own in zip(batch.reqs, positions, strict=True)

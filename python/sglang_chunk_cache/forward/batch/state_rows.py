@@ -36,12 +36,12 @@ def state_forward(
     added: Sequence[AddedRows],
     positions: Sequence[npt.NDArray[np.int64]],
 ) -> StateForward | None:
-    """None where layers with states do what SGLang's do, and nothing is taken.
+    """What layers with states compute of a batch; None if it is SGLang's own and nothing is taken.
 
     Args:
         store: of transitions.
         is_stored: whether the whole of a prompt's chunk is stored.
-        added, positions: of each request, what is added, and where all of its rows stand.
+        added, positions: of each request, the rows that are added, and the positions of all its rows.
     """
     wanted_of = partial(_wanted, layers, store, is_stored)
     pool_rows, requests, num_wanted = batch.req_pool_indices_cpu.tolist(), [], 0
@@ -71,10 +71,10 @@ def _wanted(
     end: int,
     num_wanted: int,
 ) -> list[Wanted]:
-    """Chunks that this forward computes, of which all that stands in front within them is known.
+    """Chunks to remember that this forward computes, from their first token or from where they are known on.
 
     Args:
-        num_wanted: of the requests in front.
+        num_wanted: how many the requests in front have.
     """
     state = state_of(req)
     if state is None or state.prompt.unsupported or not state.options.remembers or not state.prompt.keys:

@@ -1,10 +1,10 @@
-"""DriftCorrection: what recomputing changed on average, added to the reused tokens that are not recomputed.
+"""DriftCorrection: adds what recomputing changed on average to the reused tokens that are not recomputed.
 
 The correction is AgentKVShift's (arXiv 2607.21604); what differs stands in docs/related-work.md.
 
 K and V of a reused token differ from those of a full prefill by something of its own and by something that it shares
-with its neighbours, because all of them lack the same context. The tokens that are recomputed show what is shared
-(`sgl_kernel_ext.add_drift` has the equations), layer by layer, before the attention of the layer reads it. Its strength
+with its neighbours, because all of them lack the same context. The recomputed tokens show the shared part
+(`sgl_kernel_ext.add_drift` has the equations). Each layer is corrected before its attention reads K and V. The strength
 is the option `drift`. docs/quality.md says what it is worth. Triton corrects requests of one strength at once.
 """
 
@@ -33,7 +33,7 @@ class Reused:
         request: its place in the batch.
         positions: `[N]` int64 prompt positions, ascending.
         chunk: `[N]` int64, which reused chunk each lies in, from 0.
-        num_chunks: that reuse something.
+        num_chunks: number of reused chunks.
         kv_slots: `[kv_len]` int64, the slot of each position.
         strength: in (0, 1].
     """
@@ -54,7 +54,7 @@ class LeftRows:
         begin: its first row in the batch.
         positions: `[num_rows]` int64, ascending.
         chunk: `[num_rows]` int64, the reused chunk of each; -1 where it is not of a reused chunk.
-        num_recomputed: rows that are; the host knows it, so the device is not asked.
+        num_recomputed: rows that are of a reused chunk; the host knows it, so nothing waits for the device.
     """
 
     begin: int
@@ -74,7 +74,7 @@ class DriftCorrection:
 
     @classmethod
     def of(cls, requests: Sequence[Reused], kernel: str) -> list[DriftCorrection]:
-        """Makes as few calls a layer as the implementation allows; torch's is fastest for each request by itself."""
+        """Corrections of all requests: in Triton one for each strength, in torch one for each request, as is faster."""
         if requests and resolve_backend(kernel, requests[0].positions.device, "add_drift") != "triton":
             return [cls([one], kernel) for one in requests]
         by_strength = sorted(requests, key=lambda one: one.strength)
@@ -85,13 +85,13 @@ class DriftCorrection:
     ) -> None:
         """Changes the K and V of one layer in the slots of the reused tokens.
 
-        Those of the rows are changed too: what they held is not needed any more, and their own is written next.
+        Slots of the rows are changed too: what they held is not needed any more, and their new KV is written next.
 
         Args:
             k, v: `[num_rows, num_kv_heads, head_dim]` of all rows of the batch, not written yet.
             stored: of the layer.
             rotary: of its keys; None where they carry no position.
-            num_unrotated: dimensions of a key in front of those that `rotary` is about.
+            num_unrotated: leading dimensions of a key, in front of those that `rotary` applies to.
         """
         if self._drift is None:
             return
@@ -109,11 +109,11 @@ class DriftCorrection:
         )
 
     def follow(self, left: Sequence[LeftRows]) -> None:
-        """From here on these rows are left, of each of the `requests`."""
+        """Sets the rows that are left from here on, of each of the `requests`."""
         self._drift = self._between(left)
 
     def _between(self, left: Sequence[LeftRows]) -> Drift | None:
-        """None where no request has both tokens that are recomputed and others."""
+        """The drift between recomputed and other reused tokens; None if no request has both."""
         pairs = [
             (one, rows)
             for one, rows in zip(self._reused, left, strict=True)

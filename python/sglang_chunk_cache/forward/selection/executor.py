@@ -4,13 +4,13 @@ Verbs: `attend` (called by every attention layer), `run` (scope of a forward in 
 hooks).
 
 How rows leave without the model knowing: the attention of a layer gets Q, K and V of all rows and attends for those
-that are left. Where the residual stream stands beside the layer, it is cut at once, and what follows in the layer works
-on what it is given. Where it is a variable within the layer, rows that have left get an output of zeros, and what the
-layer returns is cut. A hook cuts what else the model gives to the next layers, such as positions.
+that are left. If the residual stream stands beside the layer, it is cut at once, and what follows in the layer works on
+what it is given. If it is a variable within the layer, rows that have left get an output of zeros, and what the layer
+returns is cut. A hook cuts what else the model gives to the next layers, such as positions.
 
-Promises: nothing of it outlives the forward; the model's code is not replaced; on a GPU the host never waits, but for
-what grouping or focus has decided at the layer before (see `progress`), and for what SGLang's backend waits for where
-it plans to serve requests beside.
+Promises: nothing of it outlives the forward; the model's code is not replaced; on a GPU the host waits only for what
+grouping or focus has decided at the layer before (see `progress`), and where SGLang's backend itself waits, if it
+serves requests beside.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class _LateCut:
-    """Rows that have left within a layer that computes on with all it was given.
+    """Rows that have left within a layer, although the rest of the layer still computes all rows it was given.
 
     Attributes:
         index: rows that are left, of the `num_rows` that the layer was given.
-        gone: rows that have left, per request.
+        gone: number of rows that have left, per request.
     """
 
     batch: ForwardBatch
@@ -59,7 +59,7 @@ class LayerwiseForward:
     """See the head of this file.
 
     Args:
-        rows: as the forward begins.
+        rows: that the forward begins with.
         requests: one per request of the batch.
         layers: of the model.
         tp_size: ranks among which the heads are divided.
@@ -100,7 +100,7 @@ class LayerwiseForward:
 
     @contextlib.contextmanager
     def run(self) -> Iterator[None]:
-        """Inside the scope the decoder of the model runs with this selection."""
+        """Has the decoder of the model run with this selection inside the scope."""
         handles = []
         for layer in self._layers.modules:
             handles.append(layer.register_forward_pre_hook(self._before_layer, with_kwargs=True))
@@ -123,11 +123,11 @@ class LayerwiseForward:
     # The layers.
 
     def for_metadata(self, batch: ForwardBatch) -> ForwardBatch | None:
-        """The batch that the rows give."""
+        """See `FusedRows.for_metadata`."""
         return self._rows.for_metadata(batch)
 
     def finish(self) -> None:
-        """The forward has ended."""
+        """See `FusedRows.finish`."""
         self._rows.finish()
 
     def _before_layer(
@@ -190,7 +190,7 @@ class LayerwiseForward:
             request.count_seconds(seconds)
 
     def _num_unrotated(self, layer: RadixAttention) -> int:
-        """With latent attention a key begins with what is V."""
+        """Leading dimensions of a key that are not rotated: with latent attention those that are V."""
         return layer.v_head_dim if is_latent(self._rows.kv_pool) else 0
 
     def _row_range(self, i: int) -> slice:
@@ -232,7 +232,7 @@ class LayerwiseForward:
         batch: ForwardBatch,
         left: Sequence[torch.Tensor | None],
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Q, K and V of the rows that are left, the batch and the residual stream cut to them."""
+        """Q, K and V of the rows that are left; cuts the batch and the residual stream to these rows, too."""
         if all(index is None for index in left):
             return q, k, v
         pieces, begin = [], 0
@@ -273,7 +273,7 @@ def _has_rows(value: Any, num_rows: int) -> bool:
 
 
 def divide_adapters(lora_manager: LoRAManager | None, batch: ForwardBatch) -> None:
-    """Has each row computed with the adapter of its request; SGLang did so for the batch that was made last."""
+    """Has each row of `batch` computed with the adapter of its request; SGLang's division is of the newest batch."""
     if lora_manager is not None:
         lora_manager.prepare_lora_batch(batch)
 

@@ -8,11 +8,11 @@ it stays on the device.
     i*       argmax(h_{i+1} - h_i), the first one;   F = the chunks in front of the step that this is the term of
 
 Chunks and layers count from 1 here. h_{i+1} - h_i = -p_{i+1} log p_{i+1} is the term of diff_{i+1}, so F = the i* + 1
-largest chunks. Line 9 says "top i*", which is one fewer where indices count from 1, and two where they count from 0, as
-the sum of line 7 does; then of the masses 10, 9.5, 1, 0.9, 0.8 one or none were focused, instead of two. The set has
-settled at the first layer l >= `window` at which those of the last `window` layers are equal (line 11).
+largest chunks. Line 9 of the algorithm says "top i*": one chunk fewer if indices count from 1, two fewer if they count
+from 0, as in the sum of line 7. Then of the masses 10, 9.5, 1, 0.9, 0.8 one or none would be focused, instead of two.
+The set has settled at the first layer l >= `window` at which the sets of the last `window` layers are equal (line 11).
 
-Where the paper is silent: two chunks or fewer, or no difference at all: F = all chunks; 0 log 0 = 0.
+Where the paper is silent: for two chunks or fewer, or no difference at all, F = all chunks; 0 log 0 = 0.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class FocusTracker:
         """Adds mass(U -> C_i) `[num_chunks]` of the next layer.
 
         Returns:
-            Whether the set has settled (bool scalar on the device), and the set (bool `[num_chunks]`); None where it
-            cannot have settled yet.
+            Whether the set has settled (bool scalar on the device), and the set (bool `[num_chunks]`); None in front of
+            layer `window`.
         """
         self._mass += mass
         self._sets = [*self._sets, focused_chunks(self._mass)][-self._window :]

@@ -1,7 +1,7 @@
 """InfoFlow KV's scores: the norm of the attention that the question gives a token over the reused cache.
 
 The paper (arXiv 2603.05353) scores by an attention norm of the query, at the positions of the prompt. Its code averages
-the heads before it takes the norm, at four layers. *Ours*: the mean over heads of the squares, at all scored layers.
+the heads before it takes the norm, at four layers. Ours takes the mean over heads of the squares, at all scored layers.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """RequestProgress: one request on its way through the layers of one forward.
 
-Verbs, in the order of a layer: `leave` (obey what was decided a layer ago), `select` (keep the best by score), both of
-which return the rows that are left, and `observe` (what this layer's attention says of chunks). `left_rows` is what a
-`DriftCorrection` sees of it in between. A request whose question is asked first goes through `choose_rows` behind the
-`QuestionPass`, which sets `question_scores`.
+Verbs, in the order of a layer: `leave` (drops rows by what was decided a layer ago) and `select` (keeps the best by
+score), which both return the rows that are left, and `observe` (adds what this layer's attention says of chunks).
+`left_rows` is what a `DriftCorrection` sees of it in between. A request whose question is asked first goes through
+`choose_rows` behind the `QuestionPass`, which sets `question_scores`.
 
 Promises: rows of missing chunks and of the question never leave; how many rows are left is always known to the host.
 What only the device finds (windows that grouping discards, chunks that lose the focus) is copied to the host behind
-the layer that found it and obeyed at the next one, so the device never waits for the host.
+the layer that found it and takes effect at the next one, so the device never waits for the host.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from sglang_chunk_cache.request.selection_report import SelectionReport
 
 @dataclass(frozen=True)
 class Piece:
-    """Consecutive rows: `num_reused` of `num_rows` may leave; those of one `segment` share its budget."""
+    """Consecutive rows, of which the `num_reused` reused ones may leave; pieces of one `segment` share its budget."""
 
     num_rows: int
     num_reused: int = 0
@@ -65,8 +65,8 @@ class Pending:
     def read(self) -> tuple[bool, list[int]]:
         """Whether the focus has settled, and how many rows of each piece stay.
 
-        The one wait of a fused batch, of methods with grouping or focus: how many rows the next layer has is what the
-        layer before it has found. It waits for that layer; the layer behind it is queued by then, so the device works.
+        This is the only wait of a fused batch, and only methods with grouping or focus have it: what one layer found
+        says how many rows the next has. By then the work behind that layer is queued, so the device stays busy.
         """
         values = self._download.read().numpy()
         counts = np.add.reduceat(values[: len(self.mask)], self._starts, dtype=np.int64)
@@ -78,10 +78,10 @@ class RequestProgress:
 
     Args:
         plan: of a request with something to choose or drop; None for one whose rows all stay (`unchanged`).
-        tables: of the plan, on the device; None without one.
-        positions: `[num_rows]` int64, the rows that it begins with, ascending, on the device: where the question is
-            asked first, those that are computed in any case.
-        num_question, num_answer: of the last rows; those of the answer stand behind those of the question.
+        tables: of the plan, on the device; None without a plan.
+        positions: `[num_rows]` int64, the rows that it begins with, ascending, on the device; if the question is asked
+            first, those that are computed in any case.
+        num_question, num_answer: how many of the last rows are the question's and, behind them, the answer's.
         num_layers: of the model.
         explain: keep a `SelectionReport`.
     """
@@ -143,7 +143,7 @@ class RequestProgress:
 
     @property
     def question_scoring(self) -> tuple[str, frozenset[int]]:
-        """By which method its question is scored, and at which layers."""
+        """The method by which its question is scored, and the layers at which it is."""
         method, last_layer = METHODS[self._selection.method], self._selection.last_asked_layer
         if last_layer is not None:
             return method.name, frozenset([last_layer])
@@ -152,7 +152,7 @@ class RequestProgress:
 
     @property
     def options(self) -> Options:
-        """Options of its method, as far as they are given."""
+        """Those options of its method that are given."""
         return () if self._plan is None else self._selection.options
 
     @property
@@ -175,7 +175,7 @@ class RequestProgress:
     # The question first.
 
     def choose_rows(self) -> torch.Tensor:
-        """Chooses by the scores of the question; returns the positions of all rows, `[num_rows]`."""
+        """Chooses rows by the scores of the question; returns the positions of all rows, `[num_rows]`."""
         assert self._plan is not None
         assert self.question_scores is not None, "no question was asked"
         reused = self._tables.reused
@@ -194,7 +194,7 @@ class RequestProgress:
     # The layers.
 
     def leave(self, layer_id: int) -> torch.Tensor | None:
-        """Indices of the rows that are left by what was decided a layer ago; None where nothing changes."""
+        """Drops rows by what was decided a layer ago; returns indices of the rows that are left, None if all are."""
         pending, self._pending = self._pending, None
         if pending is None:
             return None
@@ -211,7 +211,7 @@ class RequestProgress:
         return index
 
     def select(self, layer_id: int, rows: RowsAtLayer) -> torch.Tensor | None:
-        """Indices of the rows that are left by their scores at this layer."""
+        """Drops rows by their scores at this layer; returns indices of the rows that are left."""
         scores = sum_over_ranks(self._scorer(rows), self._tp_size)
         stays = self._chunk < 0
         left = self._left_at(layer_id)
@@ -241,7 +241,7 @@ class RequestProgress:
         if self._members is None:
             at, (starts, ends) = torch.arange(len(received), device=received.device), self._tables.bounds[..., None]
             self._members = ((at >= starts) & (at < ends)).float()
-        # A product and not a running sum, whose order a GPU does not promise, so that all ranks agree.
+        # A matrix product, so that all ranks agree: a GPU does not promise the order of a running sum.
         found = self._focus.update(self._members @ received)
         if found is None:
             return
@@ -258,12 +258,12 @@ class RequestProgress:
         return self._plan is not None and bool(self._selection.drift)
 
     def corrected(self, request: int, kv_slots: torch.Tensor) -> Reused:
-        """The reused tokens that are corrected; `request`: its place in the batch; a slot for each position."""
+        """The reused tokens that are corrected; `request`: its place in the batch; `kv_slots`: of each position."""
         reused, strength = self._tables.reused, self._selection.drift
         return Reused(request, reused, self._tables.chunk_at[reused], len(self._hits), kv_slots, strength)
 
     def left_rows(self, begin: int) -> LeftRows:
-        """The rows that are left; `begin`: the first of them in the batch."""
+        """The rows that are left; `begin`: place of the first of them in the batch."""
         return LeftRows(begin, self.positions, self._chunk, sum(piece.num_reused for piece in self._pieces))
 
     def finish_layer(self) -> None:
@@ -275,13 +275,13 @@ class RequestProgress:
     # Bookkeeping.
 
     def _by_block(self, scores: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """What rows at these positions are chosen by: their scores, or those of their blocks."""
+        """The values by which rows at these positions are chosen: their scores, or those of their blocks."""
         if not self._selection.block_size:
             return scores
         return block_means(scores, positions, self._tables.block_at, self._tables.blocks)
 
     def _begin(self, positions: torch.Tensor) -> None:
-        """From here on these are the rows."""
+        """Begins with these rows."""
         self.positions = positions
         self._chunk = self._tables.chunk_at[positions]
         self._pieces = self._initial_pieces(len(positions))
@@ -309,7 +309,7 @@ class RequestProgress:
         return [p if p.segment is None else p.with_reused(min(p.num_reused, counts[p.segment])) for p in self._pieces]
 
     def _after_selection(self) -> None:
-        """The first choice is made: windows with too little of it are discarded."""
+        """Notes the first choice, and has grouping discard windows with too few chosen rows."""
         self._is_selected = True
         if self.report is not None:
             self.report.record_selected(self.positions)

@@ -1,10 +1,10 @@
 """QuestionPass: questions look at the reused cache in a forward of their own, before rows are chosen.
 
 That forward has the rows that are computed in any case, and is one of SGLang's like any other; the next one writes
-their K and V again. Of a method of stage LAYER it has all rows and ends at the check layer; what is not chosen keeps
-the K and V that it has written. A `QuestionPass` looks on and keeps the questions' Q of each scored layer; when the
-forward has ended, all layers of all requests with the same method and layers are scored at once, and each request gets
-its own.
+their K and V again. For a method of stage LAYER it has all rows and ends at the check layer; rows that are not chosen
+keep the K and V that it has written. A `QuestionPass` looks on and keeps the questions' Q of each scored layer. When
+the forward has ended, all layers of all requests with the same method and layers are scored at once, and each request
+gets its own scores.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class _ScoredTogether:
     """Requests whose questions are scored alike.
 
     Args:
-        requests: with their questions in the same order.
-        method: whose scores they are.
+        requests: in the order of `questions`.
+        method: that scores them.
         layers: at which they are scored.
         kv_pool: SGLang's KV pool.
         kernel: backend of the operations.
@@ -79,7 +79,7 @@ class _ScoredTogether:
         )
 
     def score(self) -> None:
-        """Adds the layers that wait."""
+        """Scores the layers that wait."""
         if not self._waiting:
             return
         layers, stored, sinks = zip(*self._waiting, strict=True)
@@ -103,9 +103,9 @@ class QuestionPass:
 
     Args:
         requests: of the batch.
-        asking: those whose question asks, by their place.
-        row_lens: rows of each in the forward; those of its question stand in front of its answer's, which are last.
-        rows: of the forward that computes the answers: where the keys of each request lie.
+        asking: places in the batch of those whose question asks.
+        row_lens: rows of each request in the forward; the last ones are its question's, then its answer's.
+        rows: of the forward that computes the answers; they say where the keys of each request lie.
         tp_size: ranks among which the heads are divided.
     """
 
@@ -140,7 +140,7 @@ class QuestionPass:
         return any(layer_id in one.layers for one in self._alike)
 
     def observe(self, seen: ObservedRows) -> None:
-        """Keeps one layer."""
+        """Keeps the questions' Q of one layer."""
         layer, began = seen.layer, time.perf_counter()
         q = seen.q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
         for one in self._alike:
@@ -149,7 +149,7 @@ class QuestionPass:
         self._count_seconds(time.perf_counter() - began)
 
     def finish(self) -> None:
-        """The forward has ended: each request is told its scores."""
+        """Scores what is left, and gives each request its scores; the forward has ended."""
         began = time.perf_counter()
         for one in self._alike:
             one.score()

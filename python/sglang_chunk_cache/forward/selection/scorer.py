@@ -1,7 +1,7 @@
 """What a scorer sees; `scorer_of` finds the scorer of a method.
 
-`AskedLayers` are questions that were computed in a forward of their own, whose K is written; `RowsAtLayer` are rows
-that are about to attend, where buffers still hold the reused K and V, which are written afterwards. Promise: the
+`AskedLayers` are questions that were computed in a forward of their own, and their K is written. `RowsAtLayer` are rows
+that are about to attend: their K and V are written afterwards, so buffers still hold the reused ones. Promise: the
 tensors are read-only.
 """
 
@@ -22,7 +22,7 @@ from sglang_chunk_cache.kv.layer_kv import LayerKV
 
 @dataclass(frozen=True)
 class AskedLayers:
-    """Questions of some requests at some layers, whose keys are alike; heads are those of this rank.
+    """Questions of some requests at some layers, whose keys have one layout; heads are those of this rank.
 
     Attributes:
         q: `[num_layers, questions.num_rows, num_q_heads, head_dim]`, rotated.
@@ -44,9 +44,9 @@ class AskedLayers:
     kernel: str
 
     def question_mass(self, *, squared: bool = False) -> torch.Tensor:
-        """`so_far`, and of these layers the column sums of softmax(q k), or of its squares, over each key's question.
+        """`so_far` plus, for each key, the sum of softmax(q k), or of its squares, over its question and these layers.
 
-        The mean over the heads of this rank.
+        It is the mean over the heads of this rank.
         """
         return question_mass(
             self.q,
@@ -70,12 +70,12 @@ class RowsAtLayer:
         q: `[num_rows, num_q_heads, head_dim]`, rotated.
         k, v: `[num_rows, num_kv_heads, head_dim]`, rotated, not yet written.
         positions: `[num_rows]` int64, ascending.
-        num_question, num_answer: of the last rows; those of the answer stand behind those of the question.
+        num_question, num_answer: how many of the last rows are the question's and, behind them, the answer's.
         kv_slots: `[kv_len]` int64, the slot of each position.
         stored: of this layer.
         sm_scale, logit_cap: of the layer's attention.
         tp_size: ranks among which the heads are divided.
-        options: of the method, as far as they are given.
+        options: those of the method that are given.
         kernel: backend of the operations.
         sinks: `[num_q_heads]` of the layer's attention; None = it has none.
     """
@@ -111,11 +111,11 @@ class RowsAtLayer:
         return slice(end - self.num_question, end)
 
     def slots(self) -> torch.Tensor:
-        """`[num_rows]` int64: where the K and V of the rows lie, reused where the row is, undefined where it is not."""
+        """`[num_rows]` int64: slots of the rows, which hold the reused K and V of a reused row, else anything."""
         return self.kv_slots[self.positions]
 
     def keys(self) -> torch.Tensor:
-        """`[kv_len, num_kv_heads, head_dim]`: K of every position, of the rows as just computed; to be read only."""
+        """`[kv_len, num_kv_heads, head_dim]`: K of every position, with the newly computed K of the rows."""
         keys = self.stored.keys(self.kv_slots, self.k.dtype)
         keys[self.positions] = self.k
         return keys
@@ -135,16 +135,16 @@ class RowsAtLayer:
 
 
 Scorer: TypeAlias = Callable[[Any], torch.Tensor]
-"""`score(rows)`: fp32, larger = recompute; ranks are summed afterwards.
+"""`score(rows)`: fp32, larger = recompute; scores of ranks are summed afterwards.
 
-Of a method whose rows leave at a layer it is given `RowsAtLayer` and returns `[num_rows]`, the part of this rank's
-heads; of one that asks first `AskedLayers`, to whose `so_far` it adds `[sum of kv_lens]`, means over this rank's heads,
-where entries of tokens that are not reused are ignored.
+If rows of the method leave at a layer, it takes `RowsAtLayer` and returns `[num_rows]`, the part of this rank's heads.
+If the method asks first, it takes `AskedLayers` and returns `[sum of kv_lens]`, means over this rank's heads, added to
+`so_far`; entries of tokens that are not reused are ignored.
 """
 
 
 def scorer_of(method: str) -> Scorer:
-    """The function `score` of the file that is named like the method, `-` as `_`.
+    """The function `score` of the file that has the method's name, with `_` for `-`.
 
     Raises:
         ImportError, AttributeError: there is none.

@@ -1,4 +1,4 @@
-"""Tables: what the host knows of the reused tokens of one request, where a forward's choices look it up."""
+"""Tables: what the host knows of the reused tokens of one request, for the choices that a forward makes."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from chunk_cache.plan.row_plan import blocks_of
 
 
 class Tables(NamedTuple):
-    """Made on the host (numpy, int64), then the same on the device. Chunks that reuse nothing have no number."""
+    """Made on the host (numpy, int64), then uploaded. Only chunks of which something is reused have a number."""
 
     chunk_at: Any
     """`[kv_len]` number of the reused chunk that a position lies in, -1 where it is not reused."""
     reused: Any
     """`[num_reused]` reused positions, ascending."""
     window_at: Any
-    """`[kv_len]` window of a reused position (`methods.grouping`); any where it is not reused."""
+    """`[kv_len]` window of a reused position (`methods.grouping`); any number for others."""
     window_lens: Any
     """`[num_windows]` tokens of each window."""
     block_at: Any
-    """`[kv_len]` block of a reused position (option `block_size`), any where it is not reused; empty without blocks."""
+    """`[kv_len]` block of a reused position (option `block_size`), any number for others; empty without blocks."""
     blocks: Any
     """`[num_blocks, block_size]` the reused positions of each block, `kv_len` in the places of others."""
     bounds: Any
     """`[2, num_chunks]` where every chunk of the prompt begins and ends, at most `kv_len`."""
     ordinals: Any
-    """`[num_reused_chunks]` which chunk of the prompt it is."""
+    """`[num_reused_chunks]` place of each reused chunk among the chunks of the prompt."""
 
     @classmethod
     def of(cls, plan: RecomputePlan, kv_len: int) -> Tables:
-        """For a request whose positions up to `kv_len` are computed or there once the forward is done."""
+        """The tables of a request of which positions up to `kv_len` have KV once the forward is done."""
         assert plan.selection is not None
         size = plan.selection.group_size or kv_len
         chunk_at = np.full(kv_len, -1, dtype=np.int64)
