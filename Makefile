@@ -65,7 +65,7 @@ chromium:
 	$(if $(filter 0,$(shell id -u)),,sudo) sh -c 'apt-get update && apt-get install --yes --no-install-recommends chromium chromium-driver'
 
 demo: $(STAMP)
-	$(PY) benchmark/demo/demo.py $(if $(MODEL),--model $(MODEL)) $(if $(QUESTIONS),--questions $(QUESTIONS))
+	$(PY) benchmark/demo/demo.py $(if $(MODEL),--model "$(MODEL)") $(if $(QUESTIONS),--questions $(QUESTIONS))
 
 test: $(STAMP)
 	$(PY) -m pytest $(SHARED) -m "not server and not slow and not all" test

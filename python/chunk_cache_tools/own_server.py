@@ -39,8 +39,13 @@ def offline_env() -> dict[str, str]:
 
 
 def leave_on_sigterm() -> None:
-    """From now on SIGTERM ends this process like `sys.exit`: `finally` runs, and servers are stopped."""
+    """From now on SIGTERM ends this process like `sys.exit`: `finally` runs, and servers are stopped.
+
+    So does SIGHUP, the end of a terminal, unless it is ignored already (`nohup`).
+    """
     signal.signal(signal.SIGTERM, _leave)
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, _leave)
 
 
 def _leave(number: int, frame: FrameType | None) -> None:

@@ -24,6 +24,7 @@ KEY_ENV = "CHUNK_CACHE_API_KEY"
 START = "start one with `python -m sglang.launch_server --model-path DIR --chunk-cache`"
 CONNECT_S = 10.0
 FLUSH_S = 30.0
+_UNAUTHORIZED = (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN)
 
 
 class ServerRefused(ChunkCacheRequestError):
@@ -53,7 +54,13 @@ class ServerClient:
     def __init__(self, url: str, api_key: str | None = None, timeout_s: float = 600.0) -> None:
         self._url = url
         self._timeout_s = timeout_s
-        headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+        headers = {}
+        if api_key is not None:
+            api_key = api_key.strip()
+            if not (api_key.isascii() and api_key.isprintable()):  # httpx would print it
+                problem = "it has a character that no HTTP header may have"
+                raise user_error(ServerRefused, "--api-key", problem, "give the server's (admin) API key")
+            headers["Authorization"] = f"Bearer {api_key}"
         timeout = httpx.Timeout(timeout_s, connect=CONNECT_S)
         with self._told():
             self.http = httpx.Client(base_url=url, headers=headers, timeout=timeout, trust_env=False)
@@ -81,7 +88,7 @@ class ServerClient:
         """The JSON object of the answer to `send`."""
         try:
             reply = self.send(method, path, body).json()
-        except json.JSONDecodeError:
+        except ValueError:  # no JSON, or no text
             reply = None
         if not isinstance(reply, dict):
             problem = f"{path} was not answered with a JSON object"
@@ -115,7 +122,13 @@ class ServerClient:
             TimeoutError: it was busy for 30 s.
         """
         deadline = time.monotonic() + FLUSH_S
-        while self.http.post("/flush_cache").status_code != HTTPStatus.OK:
+        while True:
+            with self._told():
+                response = self.http.post("/flush_cache")
+            if response.status_code == HTTPStatus.OK:
+                return
+            if response.status_code in _UNAUTHORIZED:
+                self._check(response)
             if time.monotonic() > deadline:
                 raise TimeoutError(f"/flush_cache was refused for {FLUSH_S:g} s: is a request still running?")
             time.sleep(0.1)
@@ -137,7 +150,7 @@ class ServerClient:
     def _check(self, response: httpx.Response) -> None:
         if response.is_success:
             return
-        if response.status_code in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
+        if response.status_code in _UNAUTHORIZED:
             raise user_error(
                 ServerRefused, "--api-key", f"{self._url} does not accept it", "give the server's (admin) API key"
             )
@@ -154,7 +167,7 @@ def _message(response: httpx.Response) -> str:
     """The sentence of an error reply, whatever object of SGLang's routes it stands in."""
     try:
         value = response.json()
-    except json.JSONDecodeError:
+    except ValueError:
         value = response.text
     while isinstance(value, dict):
         value = value.get("error") or value.get("message") or value.get("detail") or json.dumps(value)

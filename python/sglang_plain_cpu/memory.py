@@ -69,8 +69,21 @@ def state_limit(*, free_bytes: int, state_bytes: int, num_processes: int) -> int
 
 
 def _cgroup_memory() -> list[tuple[int, int]]:
-    pairs = [(_read_int(limit), _read_int(used)) for limit, used in CGROUP_MEMORY_FILES]
-    return [(limit, used) for limit, used in pairs if limit is not None and used is not None]
+    """Limit and usage of the container, without what the system takes back by itself: files that were read."""
+    found = []
+    for limit_path, used_path in CGROUP_MEMORY_FILES:
+        limit, used = _read_int(limit_path), _read_int(used_path)
+        if limit is not None and used is not None:
+            found.append((limit, max(0, used - _inactive_file_bytes(Path(used_path).with_name("memory.stat")))))
+    return found
+
+
+def _inactive_file_bytes(path: Path) -> int:
+    try:
+        lines = [line.split() for line in path.read_text().splitlines()]
+    except OSError:
+        return 0
+    return next((int(line[1]) for line in lines if line[0] in ("inactive_file", "total_inactive_file")), 0)
 
 
 def _read_int(path: str) -> int | None:

@@ -70,6 +70,19 @@ def test_a_server_of_its_own_ends_with_flags_and_its_replies_are_kept(needles: P
     assert not (out / "flags.txt").exists()
 
 
+@pytest.mark.all
+def test_a_model_with_states_is_asked_for_its_seams(needles: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    model = str(MODEL.with_name("qa-hybrid-1m-seed0"))
+    short = ("--ratios", "0.5", "--max-new-tokens", "4", "--out", str(out))
+    config = ("--max-total-tokens", "16384", "--chunk-cache-config", '{"seam_len": 8}')
+    done = call(model, str(needles), *short, "--", *config)
+    assert done.returncode in (0, 1), done.stdout + done.stderr
+    assert "?     layer 0 of reused chunks is right after the position shift: not compared: " in done.stdout
+    assert "ok    ratio 1.0 equals a full prefill" in done.stdout
+    assert set(table(out)) == {("seams", "0"), ("seams", "0.5")}
+
+
 def test_a_running_server_says_where_reuse_harms(trained_server: Server, tmp_path: Path) -> None:
     """Facts that only an earlier chunk explains, with alpha and two orders of the chunks; nothing is flushed."""
     before = trained_server.get("/chunk_cache/stats").json()["ranks"][0]["num_flushes"]

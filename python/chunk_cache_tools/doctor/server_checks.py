@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from http import HTTPStatus
@@ -113,10 +114,11 @@ def stored_of(variants: Sequence[ToldVariant], below: tuple[str, ...], need: Nee
 def count_chunks(text: str) -> Counts:
     """The counter of chunks in the text of `/metrics`, of all its processes."""
     counts: Counts = Counter()
-    for family in text_string_to_metric_families(text):
-        for sample in family.samples:
-            if sample.name == "sglang:chunk_cache_chunks_total":
-                counts[sample.labels["status"], sample.labels["reason"]] += int(sample.value)
+    with suppress(ValueError, KeyError):  # some page, of no SGLang server; what is asked next says so
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                if sample.name == "sglang:chunk_cache_chunks_total":
+                    counts[sample.labels["status"], sample.labels["reason"]] += int(sample.value)
     return counts
 
 
@@ -197,5 +199,6 @@ def reuse_checks(counts: Counts | None, separator: str) -> Iterator[Check]:
             by_reason[reason] += num
     for reason, num in by_reason.most_common():
         if num:
-            level, remedy = ADVICE[reason]
-            yield Check("reuse", level, f"{num} of {total}; {REASONS[reason].rstrip('.')}", remedy, cause=reason)
+            level, remedy = ADVICE.get(reason, (Level.WARNING, ""))
+            said = REASONS.get(reason, f"reason {reason}, of another version").rstrip(".")
+            yield Check("reuse", level, f"{num} of {total}; {said}", remedy, cause=reason)

@@ -202,7 +202,8 @@ def text_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str
 
 
 def check_lines(checks: Sequence[Check]) -> list[str]:
-    return [f"{'ok  ' if check.holds else 'FAIL'}  {check.statement}: {check.numbers}" for check in checks]
+    words = {True: "ok  ", False: "FAIL", None: "?   "}
+    return [f"{words[check.holds]}  {check.statement}: {check.numbers}" for check in checks]
 
 
 def write_results(folder: Path, findings: Findings) -> list[Path]:

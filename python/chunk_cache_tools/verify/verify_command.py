@@ -34,7 +34,7 @@ from chunk_cache_tools.local_tokenizer import Shape, load_shape, load_tokenizer
 from chunk_cache_tools.own_server import OwnServer, ServerError, leave_on_sigterm, offline_env
 from chunk_cache_tools.requirements import install_sglang
 from chunk_cache_tools.server_client import ServerClient
-from chunk_cache_tools.verify.fit import NUM_STEPS, Check, check_fit, tolerance_of
+from chunk_cache_tools.verify.fit import NUM_STEPS, TOLERATED, Check, check_fit, tolerance_of
 from chunk_cache_tools.verify.measurement import measure
 from chunk_cache_tools.verify.recommendation import MIN_PROMPTS, Outcome, judge, recommend
 from chunk_cache_tools.verify.reply_log import ReplyLog, fingerprint
@@ -54,7 +54,7 @@ from chunk_cache_tools.verify.workload import Workload, generate_prompts, pick, 
 
 PROG = "chunk-cache verify"
 METHODS = ("full-reuse", "near-words", "cacheblend", "fusionrag", "question-drift")
-METHODS_WITH_STATES = ("full-reuse", "seams")
+METHODS_WITH_STATES = ("seams",)  # at ratio 0 too: nothing but the seams is computed
 RATIOS = (0.05, 0.15, 0.3, 0.5)
 TARGET = 0.05
 NUM_FIT = 8  # prompts that the implementation is checked with
@@ -65,7 +65,6 @@ Say on a model and your own prompts which method and ratio can be trusted, or th
 Every prompt is computed in full by stock SGLang, and then with reused chunks under every method and ratio; what is
 measured is how much less likely full prefill's own answer becomes. No right answers are needed. The same command goes
 on where it was ended."""
-TOLERATED = ("too_short", "prompt_end")  # such chunks are computed for every user, too
 
 
 def _parser() -> CommandParser:
@@ -209,8 +208,12 @@ def run(args: argparse.Namespace, given: Sequence[str]) -> int:
     if args.prompts is not None:
         list(read_jsonl(args.prompts))  # a file that is broken is told before seconds of imports
     path = args.tokenizer or (_path_of_server(args) if args.is_url else args.model)
-    model = load_model(path, f"{args.model} {path}" if args.is_url else fingerprint(args.model))
+    model = load_model(path, _name_of_server(args, path) if args.is_url else fingerprint(args.model))
     if model.shape.has_states:
+        if any(c.method == MethodSpec("full-reuse") for c in conditions) and args.methods:
+            remedy = "name seams, which is asked at ratio 0 too"
+            raise request_error("--methods", "full-reuse of a model with states is seams at ratio 0", remedy)
+        args.ratios = (0.0, *args.ratios)
         conditions = conditions_of(args, METHODS_WITH_STATES)
     workload = None
     if args.prompts is not None:
@@ -221,7 +224,11 @@ def run(args: argparse.Namespace, given: Sequence[str]) -> int:
     told = sys.stderr if args.json else sys.stdout
     for line in _told(workload, prompts, conditions):
         print(line, file=told)
-    args.out.mkdir(parents=True, exist_ok=True)
+    try:
+        args.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        problem = f"cannot make {str(args.out)!r} ({error.strerror})"
+        raise request_error("--out", problem, "name another folder") from None
     asking = Asking(args.max_new_tokens, likelihood=True, first_only=True, tolerated=TOLERATED)
     settings = {
         "model": model.name,
@@ -244,9 +251,9 @@ def run(args: argparse.Namespace, given: Sequence[str]) -> int:
                 if asked:
                     speed = (time.monotonic() - began) / (NUM_STEPS * sum(len(prompt.ids) for prompt in checked))
                     print(f"{len(asked)} replies to ask: {_minutes(asked, speed)}", file=told, flush=True)
-                if all(check.holds for check in checks) and prompts:
+                if prompts and all(check.holds is not False for check in checks):
                     _ask(Session(client, asking, args.stored, salt if args.is_url else ""), prompts, conditions, log)
-        if not all(check.holds for check in checks):
+        if any(check.holds is False for check in checks):
             _say_fit(args, checks, "Do not use this model: the implementation does not fit it; please report it.")
             return 1
         if not prompts:
@@ -354,6 +361,13 @@ def _path_of_server(args: argparse.Namespace) -> str:
     with ServerClient(args.model, args.api_key) as client:
         info = client.ask("GET", "/model_info")
         return str(info.get("tokenizer_path") or info.get("model_path"))
+
+
+def _name_of_server(args: argparse.Namespace, path: str) -> str:
+    """The address and the model, and what a server that is started there anew may compute differently."""
+    with ServerClient(args.model, args.api_key) as client:
+        info, model = client.ask("GET", "/server_info"), client.ask("GET", "/model_info")
+    return f"{args.model} {path} {info.get('dtype')} {info.get('kv_cache_dtype')} {model.get('weight_version')}"
 
 
 def _mean_len(prompts: Sequence[TokenPrompt]) -> float:

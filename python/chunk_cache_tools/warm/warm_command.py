@@ -7,6 +7,7 @@ is still the same server; a dry run changes nothing.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import sys
 import time
@@ -144,7 +145,10 @@ class Task:
         self._body = {name: value for name, value in partition.items() if value is not None} | {"batch": args.batch}
         if args.alone:
             self._body["alone"] = True
-        self._task = {"alone": args.alone, "corpus": corpus.digest, "field": corpus.field, "url": args.url, **partition}
+        # The state is compared, and may lie in a shared folder: of what may be secret it holds a digest.
+        asked = hashlib.blake2b(repr(partition).encode(), digest_size=8).hexdigest()
+        self._task = {"alone": args.alone, "corpus": corpus.digest, "field": corpus.field, "url": args.url}
+        self._task["partition"] = asked
         self._lines_per_request = LINES_PER_REQUEST
         if neighbourhood is not None:
             self._task |= {"neighbours": args.neighbours, "retriever": args.retriever}

@@ -202,7 +202,7 @@ class AuxiliaryModel:
         return one.scores
 
     def attend_within(self, ids: Sequence[int], columns: tuple[int, int], num_question: int) -> torch.Tensor:
-        """As `attend`, for one text that ends with its question; with a gradient if the model has one.
+        """Does what `attend` does, for one text that ends with its question; with a gradient if the model has one.
 
         Args:
             ids: of the whole text.

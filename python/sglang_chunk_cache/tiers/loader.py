@@ -43,7 +43,7 @@ MAX_STAGED_BYTES = 2 << 30
 TOO_LATE = Found(reason="tier_timeout")
 OUTRUN = Found(reason="tier_late")
 UNWANTED = Found()
-"""Of a load that nobody wanted any more when its turn came; no tier was asked."""
+"""A load that nobody wanted any more when its turn came; no tier was asked."""
 
 
 @dataclass

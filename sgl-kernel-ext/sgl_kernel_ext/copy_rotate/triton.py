@@ -81,17 +81,18 @@ def _copy_rotate_kernel(
     IS_NEOX: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
+    NUM_HEAD_BLOCKS: tl.constexpr,
 ):
-    layer = tl.program_id(2)
+    layer = tl.program_id(1)
     k_ptr = pointer_at(k_ptrs, layer, DTYPE, IS_ALIGNED)
     v_ptr = pointer_at(v_ptrs, layer, DTYPE, IS_ALIGNED)
-    token = tl.program_id(1) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
+    token = tl.program_id(0) // NUM_HEAD_BLOCKS * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
     is_token = token < num_tokens
     # int64: slot * stride passes 2**31 in a large pool.
     src = tl.load(src_ptr + token, mask=is_token, other=0).to(tl.int64)
     dst = tl.load(dst_ptr + token, mask=is_token, other=0).to(tl.int64)
     stays = (tl.load(delta_ptr + token, mask=is_token, other=0) == 0)[:, None, None]
-    head = (tl.program_id(0) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)).to(tl.int64)
+    head = (tl.program_id(0) % NUM_HEAD_BLOCKS * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)).to(tl.int64)
     is_token = is_token[:, None, None]
     # [BLOCK_TOKENS, BLOCK_HEADS, 1] here, dimensions of a head last.
     k_src = k_ptr + (src * k_slot_stride)[:, None, None] + (head * k_head_stride)[None, :, None]
@@ -177,8 +178,10 @@ def _launch(
     half_pad, pass_pad, v_pad = (triton.next_power_of_2(max(n, 1)) for n in (half, pass_len, layout.v_dim))
     block_heads, block_tokens = _choose_block(layout.num_heads, max(2 * half_pad, v_pad))
     num_tokens = tokens[0].numel()
-    # Heads are the fastest axis: programs that run together write neighbouring memory.
-    grid = (layout.num_heads // block_heads, triton.cdiv(num_tokens, block_tokens), len(k_table.on_device))
+    num_head_blocks = layout.num_heads // block_heads
+    # Heads are the fastest: programs that run together write neighbouring memory. CUDA allows any number of programs on
+    # the first axis alone, 65,535 on the others.
+    grid = (num_head_blocks * triton.cdiv(num_tokens, block_tokens), len(k_table.on_device))
     _copy_rotate_kernel[grid](
         k_table.on_device,
         v_table.on_device,
@@ -197,6 +200,7 @@ def _launch(
         IS_NEOX=spec.is_neox,
         BLOCK_TOKENS=block_tokens,
         BLOCK_HEADS=block_heads,
+        NUM_HEAD_BLOCKS=num_head_blocks,
         num_warps=4,
     )
 

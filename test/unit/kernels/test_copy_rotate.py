@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 import pytest
 import torch
 
@@ -202,6 +204,22 @@ def test_pool_of_bytes():
 @pytest.mark.parametrize("num_tokens", [1, 40])
 def test_saturation_and_nan(num_tokens):
     check_saturation_and_nan("torch", num_tokens)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+def test_a_step_may_bring_in_many_tokens():
+    """CUDA allows 65,535 programs on all axes of a grid but the first."""
+    from test.unit.kernels.absent_gpu import launches_for
+
+    num_tokens = 600_000
+    loc, delta = torch.zeros(num_tokens, dtype=torch.int64), torch.ones(num_tokens, dtype=torch.int64)
+    pools = [[torch.empty(2, 8, 128, dtype=torch.bfloat16)] * 3 for _ in range(2)]
+    spec = RotarySpec(128, is_neox=True, inv_freq=default_inv_freq(10_000.0, 128))
+    with torch.inference_mode(), launches_for(90, compiles=False) as launches:
+        copy_rotate(*pools, loc, loc, delta, spec, backend="triton")
+    (launch,) = launches
+    assert max(launch.grid[1:]) <= 65_535
+    assert launch.grid[0] * 4 >= num_tokens
 
 
 def check_infinity(backend):

@@ -60,6 +60,14 @@ def test_a_container_limit_counts(tmp_path, monkeypatch: pytest.MonkeyPatch):
     assert memory.free_ram_bytes() == 100 << 20
 
 
+def test_files_that_were_read_take_no_memory_of_a_container(tmp_path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "max").write_text(f"{300 << 20}\n")
+    (tmp_path / "current").write_text(f"{250 << 20}\n")
+    (tmp_path / "memory.stat").write_text(f"anon 1\ninactive_file {200 << 20}\nactive_file 1\n")
+    monkeypatch.setattr(memory, "CGROUP_MEMORY_FILES", ((str(tmp_path / "max"), str(tmp_path / "current")),))
+    assert memory.free_ram_bytes() == 250 << 20
+
+
 def test_a_container_without_limit_does_not(tmp_path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "max").write_text("max\n")
     (tmp_path / "current").write_text("1\n")

@@ -9,7 +9,7 @@ import pytest
 from benchmark.quality.evaluate import find_models, load, main, parse_args, server_flags
 from benchmark.quality.question import DataError
 
-from chunk_cache_tools.verify.reply_log import fingerprint
+from chunk_cache_tools.verify.reply_log import HASHED_EVERY, fingerprint
 
 
 @pytest.fixture
@@ -78,6 +78,13 @@ def test_a_fingerprint_changes_with_the_weights(model: Path) -> None:
     assert first == fingerprint(model)
     (model / "model.safetensors").write_bytes(b"weightz")
     assert fingerprint(model) != first
+    large = bytearray(3 * HASHED_EVERY)
+    found = set()
+    for place in (0, HASHED_EVERY, 2 * HASHED_EVERY):
+        large[place] = 1
+        (model / "model.safetensors").write_bytes(large)
+        found.add(fingerprint(model))
+    assert len(found) == 3, "training may leave the embedding, which comes first, as it was"
     assert fingerprint("org/name-7b") == "org/name-7b"
 
 
