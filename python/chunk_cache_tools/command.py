@@ -1,7 +1,7 @@
-"""The command `chunk-cache`: one door to everything that is run from a shell beside a server.
+"""The command `chunk-cache`: runs the subcommands for work beside a server.
 
-A subcommand is a line of `COMMANDS`; it is imported when it is asked for, so one that needs more packages than are
-installed does not keep the others from running.
+Each subcommand has an entry in `COMMANDS`. It is imported only when it is called, so that the others run even if its
+packages are not installed.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ OF_THE_SERVER = ("sglang", "torch", "transformers")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a subcommand; the exit code is its own, 2 where there is no such subcommand or its packages are missing."""
+    """Runs a subcommand and returns its exit code; 2 if there is no such subcommand or its packages are missing."""
     name, *rest = (sys.argv[1:] if argv is None else argv) or ["--help"]
     if name in ("-h", "--help"):
         print(_help())

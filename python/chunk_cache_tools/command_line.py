@@ -1,8 +1,8 @@
 """CommandLine: what the subcommands of `chunk-cache` have in common.
 
 Verbs: `CommandParser` (a --help with examples and exit codes), `add_server_flags`, `add_tokenizer_flag` and
-`add_json_flag` (the same name means the same everywhere), `exit_code` (runs a command; a user's mistake is one sentence
-on the standard error), `progress` (a bar with the time left; where the output is no terminal, one line at the end).
+`add_json_flag` (a flag means the same in every subcommand), `exit_code` (runs a command, and prints a user's mistake as
+one sentence on standard error), `progress` (a bar with the time left; without a terminal, one line at the end).
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from chunk_cache_tools.server_client import KEY_ENV, ServerGone
 URL = "http://127.0.0.1:30000"
 INTERRUPTED = 130
 NOTED_S = 5.0
-"""Shorter work is not spoken of where the output is no terminal."""
+"""Without a terminal, work that takes less than this prints no line at its end."""
 
 
 class CommandParser(argparse.ArgumentParser):
     """The parser of a subcommand.
 
     Attributes:
-        exit_codes: exit code -> when the command ends with it.
+        exit_codes: meaning of each exit code, for --help.
     """
 
     def __init__(
@@ -38,10 +38,10 @@ class CommandParser(argparse.ArgumentParser):
     ) -> None:
         """
         Args:
-            prog: `chunk-cache SUBCOMMAND`, whatever it was called by.
-            about: what it does, as --help says it.
+            prog: `chunk-cache SUBCOMMAND`, however it was started.
+            about: description in --help.
             examples: command lines without `prog`.
-            page: of the documentation.
+            page: page of the documentation.
         """
         self.exit_codes = {**exit_codes, INTERRUPTED: "interrupted"}
         shown = [f"  {prog} {example}".rstrip() for example in examples]
@@ -56,7 +56,7 @@ class CommandParser(argparse.ArgumentParser):
 
 
 def add_server_flags(parser: argparse.ArgumentParser, default: str | None = URL) -> None:
-    """Adds `--url` and `--api-key`; the key is taken from the environment where it is not given."""
+    """Adds `--url` and `--api-key`; without the flag the key is read from the environment (`KEY_ENV`)."""
     add = parser.add_argument
     add("--url", default=default, help=f"address of a running server (default: {default or 'none'})")
     add("--api-key", default=os.environ.get(KEY_ENV), metavar="KEY", help=f"of the server (default: ${KEY_ENV})")
@@ -72,19 +72,19 @@ def add_tokenizer_flag(parser: argparse.ArgumentParser) -> None:
 
 
 def add_json_flag(parser: argparse.ArgumentParser) -> None:
-    """Adds `--json`; everything that is no JSON then goes to the standard error."""
+    """Adds `--json`; with it a command prints everything else to standard error."""
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
 
 
 def exit_code(
     prog: str, run: Callable[[], int], *mistakes: type[Exception], where: str = "", interrupted: str = "interrupted"
 ) -> int:
-    """The exit code of a command: its own, 2 where it ends with an error that a user can mend, 130 interrupted.
+    """Runs a command and returns its exit code; 2 after an error that the user can fix, 130 if interrupted.
 
     Args:
-        mistakes: further errors of one sentence.
-        where: in front of the sentence where the server does not answer.
-        interrupted: what is said then.
+        mistakes: further exceptions that a user can fix; their message is one sentence.
+        where: printed in front of the message if the server does not answer.
+        interrupted: message after an interrupt.
     """
     try:
         return run()
@@ -100,11 +100,11 @@ def exit_code(
 
 @contextmanager
 def progress(total: float, what: str, unit: str, **options: Any) -> Iterator[Any]:
-    """A bar on the standard error with the time left, to be told of progress by `update`.
+    """Shows a bar with the time left on standard error; call `update` on it.
 
     Args:
-        total: in `unit`s.
-        options: further ones of tqdm.
+        total: amount of work, in `unit`s.
+        options: further options of tqdm.
     """
     began = time.monotonic()
     options = {"desc": what, "unit": unit, "disable": None, "dynamic_ncols": True, "smoothing": 0.1, **options}

@@ -1,8 +1,8 @@
-"""Conditions: under which method and ratio a prompt is asked.
+"""Conditions: the method and ratio that a prompt is sent with.
 
-- `parse_method` reads `epic`, `epic:ratio=0.3`, `cacheblend:focus_window=3,group_size=8` or `a3:keep_tokens=512`; it is
-  what every command takes a method by.
-- `grid` gives one condition per method and ratio; a method that ignores the ratio gets one in all.
+- `parse_method` reads `epic`, `epic:ratio=0.3`, `cacheblend:focus_window=3,group_size=8` or `a3:keep_tokens=512`; every
+  command reads methods with it.
+- `grid` gives one condition per method and ratio, but only one for a method that ignores the ratio.
 - `REFERENCE` is stock SGLang's full prefill; everything else is compared with it.
 """
 
@@ -23,8 +23,8 @@ REFERENCE_LABEL = "off"
 FLAG = "--methods"
 RATIO = "ratio"
 KEEP_TOKENS = "keep_tokens"
-"""An option of the request, not of its method: it works while an answer is decoded, so likelihoods say nothing."""
-_COMMA = re.compile(r",(?![^\[]*\])")  # not within a list
+"""Option of the request, not of its method; it only acts while an answer is decoded, so likelihoods do not show it."""
+_COMMA = re.compile(r",(?![^\[]*\])")  # matches no comma inside a list
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,8 @@ class MethodSpec:
     """A method with its options, checked.
 
     Attributes:
-        keep_tokens: what decoding keeps of the prompt; None = as the server says.
-        ratio: the method's own, where it was written beside its options.
+        keep_tokens: number of prompt tokens that decoding keeps; None = the server's default.
+        ratio: ratio that was written beside the options; None = none was.
     """
 
     method: str
@@ -43,7 +43,7 @@ class MethodSpec:
 
     @property
     def label(self) -> str:
-        """The name that the command line and tables have for it."""
+        """The method and its options, as on the command line and in tables."""
         of_request = ((KEEP_TOKENS, self.keep_tokens), (RATIO, self.ratio))
         given = (*self.options, *((name, value) for name, value in of_request if value is not None))
         options = ",".join(f"{name}={_format_value(value)}" for name, value in given)
@@ -51,19 +51,19 @@ class MethodSpec:
 
     @property
     def is_composed(self) -> bool:
-        """Whether grouping or early termination is asked for."""
+        """Whether the options ask for grouping or early termination."""
         return any(name in (GROUP_SIZE.name, FOCUS_WINDOW.name) for name, _ in self.options)
 
     @property
     def alpha(self) -> float | None:
-        """Cache-Craft's, where it takes the place of the ratio."""
+        """Cache-Craft's alpha, which replaces the ratio; None if it is not set."""
         value = dict(self.options).get(ALPHA.name)
         return value if isinstance(value, float) else None
 
 
 @dataclass(frozen=True)
 class Condition:
-    """One way to ask; `method` is None for the reference, `ratio` also where the method's `alpha` takes its place."""
+    """A method and a ratio; both are None for the reference, the ratio also if the method's `alpha` replaces it."""
 
     method: MethodSpec | None
     ratio: float | None = None
@@ -74,10 +74,10 @@ class Condition:
 
     @property
     def request(self) -> dict[str, Any]:
-        """What goes into `custom_params.chunk_cache`."""
+        """The object `custom_params.chunk_cache` of the request."""
         if self.method is None:
             return {"mode": "off"}
-        ratio = {} if self.ratio is None else {"ratio": self.ratio}  # the server refuses one beside alpha
+        ratio = {} if self.ratio is None else {"ratio": self.ratio}  # the server refuses a ratio beside alpha
         options = {"options": dict(self.method.options)} if self.method.options else {}
         kept = {} if self.method.keep_tokens is None else {KEEP_TOKENS: self.method.keep_tokens}
         return {"method": self.method.method, **ratio, **options, **kept}
@@ -87,10 +87,10 @@ REFERENCE = Condition(None)
 
 
 def parse_method(text: str, common: Mapping[str, Any] | None = None) -> MethodSpec:
-    """`name` or `name:option=value,...`; a value is a number, a word, or a list such as [0,1].
+    """Parses `name` or `name:option=value,...`; a value is a number, a word, or a list such as [0,1].
 
     Args:
-        common: options for every method that knows them; one that the text names itself stays as it is.
+        common: options for every method that knows them; options in the text win.
 
     Raises:
         DataError: no such method or option, or a value outside its range.
@@ -125,10 +125,10 @@ def _own_options(text: str, path: str) -> dict[str, Any]:
 
 
 def check_ratio(ratio: object, path: str) -> None:
-    """Checks a recompute ratio that a user gave; None is the server's.
+    """Checks a recompute ratio that a user gave; None means the server's default.
 
     Raises:
-        ChunkCacheRequestError: it is none.
+        ChunkCacheRequestError: not a number from 0 to 1.
     """
     if ratio is None:
         return
@@ -138,10 +138,10 @@ def check_ratio(ratio: object, path: str) -> None:
 
 
 def check_likelihood(methods: Iterable[MethodSpec]) -> None:
-    """Checks that likelihoods can be asked of all of these.
+    """Checks that likelihoods can be measured with all of these methods.
 
     Raises:
-        DataError: one keeps a part of the prompt only, which shows in answers.
+        DataError: a method has `keep_tokens`, which changes answers but no likelihood.
     """
     for spec in methods:
         if spec.keep_tokens is not None:
@@ -149,10 +149,10 @@ def check_likelihood(methods: Iterable[MethodSpec]) -> None:
 
 
 def grid(methods: Iterable[MethodSpec], ratios: Iterable[float]) -> list[Condition]:
-    """All methods x ratios, without those that ask for the same thing twice; a method with an `alpha` has no ratio.
+    """All pairs of a method and a ratio, without duplicates; a method with an `alpha` gets no ratio.
 
     Raises:
-        DataError: a method names a ratio of its own.
+        DataError: a method names its own ratio.
     """
     ratios = list(ratios)
     found: dict[Condition, None] = {}

@@ -1,11 +1,11 @@
-"""Holders: who holds which chunks, for clients and routers of several replicas.
+"""Holders: which replica holds which chunks, for clients and routers of several replicas.
 
-Verbs: `who_holds`, `wait` (until replicas are known), `close`. It follows the events that servers with `events` in
-`--chunk-cache-config` publish, in a thread of its own. Needs neither torch nor SGLang.
+Verbs: `who_holds`, `wait` (until all replicas are known), `close`. A thread subscribes to the events that servers with
+`events` in `--chunk-cache-config` publish. Needs neither torch nor SGLang.
 
-Promises: a replica that is not known, since it does not answer, is not among those that hold anything. At the start and
-after a gap in the numbers what is missing is asked for; what is lost for good, or came from a server that was started
-anew meanwhile, is forgotten. A text is found by those alone who have the salt.
+Promises: a replica that does not answer is not known, and is left out of the result. At the start, and after a gap in
+the sequence numbers, `Holders` asks the replica for the missing events; if they are lost, or the replica has been
+restarted, it forgets what it knew from before. Without the salt of the servers no text can be looked up.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from chunk_cache.keys import Partition, chunk_key
 logger = logging.getLogger(__name__)
 
 CHECK_S = 1.0
-"""Seconds of silence after which a replica is asked whether anything was missed."""
+"""Seconds without an event after which a replica is asked for events that were missed."""
 
 LOST_S = 5.0
-"""A replica that did not answer so long is not known any more."""
+"""Seconds without an event or an answer after which a replica is not known any more."""
 
 MAX_AHEAD = 10_000
-"""Batches behind a gap that are kept until it is closed; a replica has no more to send again."""
+"""Most batches behind a gap that are kept until it is closed; a replica has no more to send again."""
 
 _PLACES = list(MEDIA.values())
 
@@ -44,7 +44,7 @@ Chunk: TypeAlias = str | bytes | Sequence[int]
 
 @dataclass(frozen=True)
 class Source:
-    """Where a replica publishes: `endpoint` and `replay_endpoint` of its `events`, as a client reaches them."""
+    """Addresses of a replica's events: `endpoint` and `replay_endpoint` of its `events`, as a client reaches them."""
 
     endpoint: str
     replay_endpoint: str
@@ -54,9 +54,9 @@ class Holders:
     """See the head of this file.
 
     Args:
-        replicas: sources by name, such as the addresses by which a gateway knows them.
-        salt: that of the servers.
-        encode: makes the token ids of a passage as a chunk (`encode_chunk`); None = chunks are asked for by key or ids.
+        replicas: sources by name; the name is, for example, the address by which a gateway knows the replica.
+        salt: salt of the servers.
+        encode: turns a passage into its token ids as a chunk (`encode_chunk`); None = only keys and ids are looked up.
 
     Example:
         >>> source = Source("tcp://10.0.0.1:5557", "tcp://10.0.0.1:5558")
@@ -74,7 +74,7 @@ class Holders:
     ) -> None:
         self._keys = EventKeys(salt)
         self._encode = encode
-        self._changed = threading.Condition()  # of what followers know
+        self._changed = threading.Condition()  # guards what followers know
         self._is_closed = False
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._followers = {name: _Follower(self._context, source) for name, source in replicas.items()}
@@ -93,12 +93,12 @@ class Holders:
         partition: Partition = Partition(),  # noqa: B008  # frozen
         tiers: Iterable[str] = tuple(MEDIA),
     ) -> dict[str, int]:
-        """Tokens of these chunks that each replica holds, 0 where it holds none; without those that are not known.
+        """Number of tokens of these chunks that each known replica holds, 0 if it holds none.
 
         Args:
-            chunks: one that is named twice counts once.
-            partition: of the request: its `extra_key` and `cache_salt`.
-            tiers: that count, of `pool`, `host`, `disk`, `remote`.
+            chunks: a chunk that is named twice counts once.
+            partition: `extra_key` and `cache_salt` of the request.
+            tiers: places that count, of `pool`, `host`, `disk`, `remote`.
         """
         tenant = partition.key
         hashes = {self._keys.chunk(tenant, self._key(chunk, partition)) for chunk in chunks}
@@ -111,7 +111,7 @@ class Holders:
             }
 
     def wait(self, timeout_s: float) -> bool:
-        """Whether all replicas are known, after so long at most."""
+        """Waits until all replicas are known, at most `timeout_s`; returns whether they are."""
         with self._changed:
             return self._changed.wait_for(lambda: all(one.is_known for one in self._followers.values()), timeout_s)
 
@@ -144,7 +144,7 @@ class Holders:
 
 
 class _Held:
-    """What one replica holds: by chunk its number of tokens, then a number for each variant and tier."""
+    """What one replica holds: for each chunk its number of tokens, then one number per variant and place it lies in."""
 
     def __init__(self) -> None:
         self._chunks: dict[int, tuple[int, ...]] = {}
@@ -169,7 +169,7 @@ class _Held:
                     self._chunks[chunk] = (event.block_size, *known)
 
     def clear(self, medium: str | None = None) -> None:
-        """In one tier, or all."""
+        """Forgets the variants in one medium of `MEDIA`; None = in all."""
         gone = range(len(_PLACES)) if medium is None else (_PLACES.index(medium),)
         left = {
             chunk: (num_tokens, *known)
@@ -180,7 +180,7 @@ class _Held:
 
 
 class _Follower:
-    """One replica, as its events tell it."""
+    """The state of one replica, kept up to date by its events."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], source: Source) -> None:
         self.held = _Held()
@@ -189,17 +189,17 @@ class _Follower:
         self.live.connect(source.endpoint)
         self.live.setsockopt_string(zmq.SUBSCRIBE, TOPIC)
         self.replay = context.socket(zmq.DEALER)
-        self.replay.setsockopt(zmq.IMMEDIATE, 1)  # no question waits for a replica that is not there
+        self.replay.setsockopt(zmq.IMMEDIATE, 1)  # queues no request for a replica that is not there
         self.replay.connect(source.replay_endpoint)
         self._endpoint = source.endpoint
         self._instance: str | None = None
-        """Instance of the server whose numbers these are; None = nothing was taken yet."""
+        """Server instance that the sequence numbers belong to; None = no batch was applied yet."""
         self._next = 0
         self._ahead: dict[int, Batch] = {}
-        """Live ones behind a gap."""
+        """Live batches behind a gap, by sequence number."""
         self._heard_at = time.monotonic()
         self._asked_at: float | None = None
-        """Or when the last part of the answer came; None = nothing is asked."""
+        """Time of the replay request, or of the last batch of its answer; None = no replay is in progress."""
         self._asked_from = 0
         self._is_answered = False
 
@@ -245,8 +245,8 @@ class _Follower:
         if self._instance not in (None, batch.instance):
             self._forget()
         if self._asked_from > self._next:
-            return  # of a server that was there before
-        if self._instance is None or seq > self._next:  # what was before is lost for good
+            return  # the answer to a request that counted by the numbers of an earlier server
+        if self._instance is None or seq > self._next:  # the batches before `seq` are lost
             self.held.clear()
             self._instance, self._next = batch.instance, seq
         if seq == self._next:
@@ -260,11 +260,11 @@ class _Follower:
             following = self._ahead.pop(self._next, None)
 
     def _end(self) -> None:
-        """All that was asked for has come."""
+        """Ends a replay: everything that was asked for has arrived."""
         self._asked_at = None
         self._ahead = {seq: batch for seq, batch in self._ahead.items() if seq > self._next}
         if self._asked_from < self._next and not self._is_answered:
-            self._forget()  # it has not what it has sent: it was started anew
+            self._forget()  # the server does not have the batch it has sent before: it was restarted
         elif self._asked_from <= self._next:
             self.is_known = True
 
@@ -275,15 +275,15 @@ class _Follower:
         self._ahead.clear()
 
     def _ask(self, now: float) -> None:
-        """For what comes from the last batch on, which tells whether it is still the same server."""
+        """Asks for all batches from the last applied one on; that one tells whether it is still the same server."""
         asked_from = max(0, self._next - 1)
-        with suppress(zmq.Again):  # it is not there
+        with suppress(zmq.Again):  # the replica is not there
             self.replay.send_multipart((b"", asked_from.to_bytes(8, "big")), zmq.NOBLOCK)
             self._asked_at, self._asked_from, self._is_answered = now, asked_from, False
 
 
 def _arrived(socket: zmq.Socket[bytes], at_most: int = 1000) -> Iterator[tuple[bytes, bytes]]:
-    """Sequence numbers and payloads that are there."""
+    """Sequence numbers and payloads that have arrived."""
     with suppress(zmq.Again):
         for _ in range(at_most):
             frames = socket.recv_multipart(zmq.NOBLOCK)

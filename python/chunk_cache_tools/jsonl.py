@@ -1,4 +1,4 @@
-"""JSONL files: `read_jsonl` gives (`file:line`, object) for every line; what is wrong with a file is a `DataError`."""
+"""JSONL files: `read_jsonl` gives (`file:line`, object) for every line, or raises a `DataError`."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ class DataError(ChunkCacheRequestError):
     """A data file is missing or broken; the message names the file, the line and the remedy."""
 
 
-_LOGGED = re.compile(r"^\[[^\]]*\] (?=\{.*\"event\")")  # the time in front of an event, in what a server prints
+_LOGGED = re.compile(r"^\[[^\]]*\] (?=\{.*\"event\")")  # the time in front of an event in a server's log
 
 
 def read_jsonl(path: str | Path) -> Iterable[tuple[str, dict[str, Any]]]:
-    """(`file:line`, object) for every line that is not empty; of what a server has printed, for every event in it.
+    """(`file:line`, object) for every line that is not empty; for a server's log, for every event in it.
 
     Raises:
         DataError: the file cannot be read, or a line is not a JSON object.

@@ -1,7 +1,7 @@
 """Tokenizer and shape of the model in a folder, read on this machine; `load_tokenizer`, `load_shape`.
 
-With transformers installed it is the one that a server has; without, it is read from `tokenizer.json` by the package
-tokenizers, which knows no chat templates.
+If transformers is installed, it loads the tokenizer as a server does. Otherwise the package tokenizers reads
+`tokenizer.json`, without chat templates.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 
 
 def load_tokenizer(path: str, flag: str = "--tokenizer") -> Any:
-    """The tokenizer of a model folder, or with transformers of a Hugging Face name.
+    """The tokenizer in a model folder; with transformers installed, also of a Hugging Face name.
 
     Raises:
-        ChunkCacheRequestError: there is none; the message names `flag`.
+        ChunkCacheRequestError: there is no tokenizer; the message names `flag`.
     """
     if not _has_transformers():
         return PlainTokenizer(path, flag)
@@ -36,17 +36,17 @@ def load_tokenizer(path: str, flag: str = "--tokenizer") -> Any:
 
 
 class Shape(NamedTuple):
-    """What a model's configuration says; `has_states`: some layers keep a state in the place of KV."""
+    """The shape that a model's configuration gives; `has_states`: some layers keep a state instead of KV."""
 
     num_layers: int
     has_states: bool
 
 
 def load_shape(path: str, flag: str) -> Shape:
-    """Shape of the model of a folder, or with transformers of a Hugging Face name.
+    """The shape of the model in a folder; with transformers installed, also of a Hugging Face name.
 
     Raises:
-        ChunkCacheRequestError: there is none; the message names `flag`.
+        ChunkCacheRequestError: there is no model; the message names `flag`.
     """
     try:
         if _has_transformers():
@@ -69,9 +69,9 @@ def _has_transformers() -> bool:
 
 
 class PlainTokenizer:
-    """The verbs of a Hugging Face tokenizer that the tools need, on a `tokenizer.json`."""
+    """The methods of a Hugging Face tokenizer that the tools need, for a `tokenizer.json`."""
 
-    is_fast = True  # it tells where tokens stand
+    is_fast = True  # it gives the offsets of tokens
     chat_template = None
 
     def __init__(self, path: str, flag: str) -> None:
@@ -90,7 +90,7 @@ class PlainTokenizer:
         return int(self._core.get_vocab_size())
 
     def __call__(self, text: str, add_special_tokens: bool = True, **_: Any) -> dict[str, list[Any]]:
-        """The token ids of a text, where they stand in it, and which of them the tokenizer adds."""
+        """The token ids of a text, their offsets in it, and a mask of the special tokens that the tokenizer adds."""
         found = self._core.encode(text, add_special_tokens=add_special_tokens)
         return {
             "input_ids": found.ids, "offset_mapping": found.offsets, "special_tokens_mask": found.special_tokens_mask

@@ -1,8 +1,8 @@
-"""OwnServer: a real SGLang server that a command starts for itself, waits for, and stops with all its processes.
+"""OwnServer: an SGLang server that a command starts, waits for, and stops with all its processes.
 
 - `OwnServer(model_dir, *flags)` is a context manager; a start takes 20-80 s on two cores, most of it imports.
-- `client` asks it, `flush` empties its caches; `log` is what it has written so far.
-- `offline_env` keeps it from looking for anything on the network; `leave_on_sigterm` makes sure that it is stopped.
+- `client` sends requests, `flush` empties the caches, `log` is what the server has written so far.
+- `offline_env` keeps the server off the network; `leave_on_sigterm` makes SIGTERM to the command stop the server too.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ class ServerError(RuntimeError):
 
 
 def offline_env() -> dict[str, str]:
-    """Variables with which the Hugging Face libraries stay away from the network."""
+    """Environment variables that keep the Hugging Face libraries off the network."""
     return {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
 
 
 def leave_on_sigterm() -> None:
-    """From now on SIGTERM ends this process like `sys.exit`: `finally` runs, and servers are stopped.
+    """Makes SIGTERM end this process like `sys.exit`: `finally` blocks run, and servers are stopped.
 
     So does SIGHUP, the end of a terminal, unless it is ignored already (`nohup`).
     """
@@ -53,7 +53,7 @@ def _leave(number: int, frame: FrameType | None) -> None:
 
 
 class OwnServer:
-    """One server process group. Ready when the context is entered, gone with all children when it is left."""
+    """One server process group: ready when the context is entered, ended with all children when it is left."""
 
     def __init__(
         self,
@@ -67,9 +67,9 @@ class OwnServer:
         """Nothing starts before the context is entered.
 
         Args:
-            flags: of `launch_server`, after the model, host and port.
-            env: variables on top of this process's own.
-            log_path: where the server writes; a new temporary file by default.
+            flags: flags of `launch_server`, after the model, host and port.
+            env: environment variables added to those of this process.
+            log_path: file for the server's output; a new temporary file by default.
         """
         self.model_dir = Path(model_dir)
         self.flags = tuple(flags)
@@ -91,7 +91,7 @@ class OwnServer:
         self.stop()
 
     def start(self) -> None:
-        """Launches and waits until a health check has generated a token."""
+        """Launches the server and waits until a health check has generated a token."""
         began = time.monotonic()
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         with self.log_path.open("wb") as log:
@@ -125,7 +125,7 @@ class OwnServer:
         if process is None:
             return
         signal_group(process.pid, signal.SIGCONT)
-        # First the leader alone: it ends the others, and takes a child's sudden end for a crash to be diagnosed.
+        # Only the leader is signalled at first: it ends the others, and would diagnose a child's sudden end as a crash.
         process.terminate()
         if not _wait_for_group(process, STOP_DEADLINE_S):
             signal_group(process.pid, signal.SIGKILL)
@@ -134,7 +134,7 @@ class OwnServer:
 
     @property
     def url(self) -> str:
-        """Where it listens, without a slash at the end."""
+        """Address of the server, without a slash at the end."""
         return f"http://127.0.0.1:{self.port}"
 
     @property
@@ -177,7 +177,7 @@ class OwnServer:
 def free_port() -> int:
     """A TCP port that nobody listens on now. SGLang takes further ports above it and looks for free ones itself.
 
-    Not one that the system may give to a connection before it is listened on, as those of Linux from 32,768 on.
+    The port is below 32,768: above, Linux could give it to an outgoing connection before the server listens on it.
     """
     while True:
         port = 20_000 + secrets.randbelow(12_000)
@@ -190,7 +190,7 @@ def free_port() -> int:
 
 
 def signal_group(pid: int, number: int) -> bool:
-    """Sends a signal to a process group; whether there was one."""
+    """Sends a signal to a process group; returns whether the group exists."""
     try:
         os.killpg(pid, number)
     except ProcessLookupError:

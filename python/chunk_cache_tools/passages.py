@@ -1,11 +1,11 @@
-"""PassageWriter: passages in requests to a server that may, or may not, know chunks.
+"""PassageWriter: puts passages into requests to a server that may or may not have the chunk cache.
 
-A server without `--chunk-cache` (one that was rolled back, or some of a fleet) drops the passages of `chunk_cache`, and
-answers without them, with status 200. So the server is asked once; where it knows no chunks, passages go into the text.
+A server without `--chunk-cache` (after a rollback, or in a mixed fleet) drops the passages in `chunk_cache` and answers
+without them, with status 200. So the server is asked once; if it has no chunk cache, passages go into the text.
 
-Verbs: `put` (passages into a body), `arrived` (whether the model has read them, by the headers of the reply),
-`without_separators` (a body whose texts are marked, for a server that would read the marks as text).
-Promises: the model reads the same text in either way, and the log says so where it is the second.
+Verbs: `put` (puts passages into a body), `arrived` (tells from the headers of a reply whether the model has read them),
+`without_separators` (removes the separators from a body, for a server that would read them as text).
+Promises: the model reads the same text in both ways; a warning is logged when passages go into the text.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ logger = logging.getLogger(__name__)
 _PAGE, _TITLE = "/chunk_cache", "<title>Chunk cache</title>"
 _HEADER = "x-chunk-cache"
 _TEXTS = ("text", "prompt", "messages", "content", "system")
-"""Keys of bodies under which there is text that a model reads."""
+"""Keys of a body whose values hold text that the model reads."""
 
 
 class PassageWriter:
     """See the head of this file; threads may share it.
 
     Args:
-        url: of the server, without a path.
-        template: how passages are written, as of `chunk_cache.template`; None = as by default.
-        knows_chunks: whether the server does, for one that cannot be asked, such as a gateway; None = it is asked.
+        url: address of the server, without a path.
+        template: how passages are written, as `chunk_cache.template` of a request; None = the default.
+        knows_chunks: whether the server has the chunk cache, if it cannot be asked (a gateway); None = it is asked.
 
     Example:
         >>> writer = PassageWriter("http://127.0.0.1:30000", knows_chunks=False)
@@ -49,13 +49,13 @@ class PassageWriter:
         self._knows_chunks = knows_chunks
 
     def put(self, body: Mapping[str, Any], passages: Sequence[str | Mapping[str, str]]) -> dict[str, Any]:
-        """A copy of a body of `/v1/chat/completions`, `/v1/completions` or `/v1/messages` that has the passages.
+        """A copy of a body of `/v1/chat/completions`, `/v1/completions` or `/v1/messages`, with the passages.
 
         Args:
-            passages: texts, or objects with a `text` and an `id`, as of `chunk_cache.chunks`.
+            passages: texts, or objects with a `text` and an `id`, as in `chunk_cache.chunks` of a request.
 
         Raises:
-            ChunkCacheRequestError: the body has no text of the user; the server is asked, and refuses.
+            ChunkCacheRequestError: malformed URL; or passages go into text, and there is no prompt or user message.
             ServerGone: the server is asked, and does not answer.
         """
         given = [{"text": one} if isinstance(one, str) else dict(one) for one in passages]
@@ -69,12 +69,13 @@ class PassageWriter:
         return put_in_front("".join(written), _without_options(body))
 
     def without_separators(self, body: Mapping[str, Any], separator: str = DEFAULT_SEPARATOR) -> dict[str, Any]:
-        """A copy of a body of any route whose texts have separators: without them, where the server knows no chunks.
+        """A copy of a body of any route; if the server has no chunk cache, without the separators in its texts.
 
         Args:
             separator: `--chunk-cache-separator` of the server.
 
         Raises:
+            ChunkCacheRequestError: the URL is malformed.
             ServerGone: the server is asked, and does not answer.
         """
         if self._knows():
@@ -85,10 +86,11 @@ class PassageWriter:
     def arrived(self, body: Mapping[str, Any], reply_headers: Mapping[str, str]) -> bool:
         """Whether the model has read the passages that `put` gave to this body.
 
-        Where not, the server knows no chunks any more: `put` them into the body again, and send that.
+        If not, the server has no chunk cache any more: call `put` with the passages again, and send its result.
 
         Args:
-            reply_headers: of a reply of status 200; their names in lower case, or a mapping as httpx's, that finds any.
+            reply_headers: headers of a reply with status 200, with names in lower case, or in a mapping that ignores
+                case, such as httpx's.
         """
         if not (body.get("chunk_cache") or {}).get("chunks") or _HEADER in reply_headers:
             return True
@@ -127,10 +129,10 @@ def _stripped(value: Any, separator: str) -> Any:
 
 
 def put_in_front(text: str, body: dict[str, Any]) -> dict[str, Any]:
-    """The body with a text in front of the prompt, or of the last message of the user.
+    """The body with a text in front of its prompt, or of the last message of the user.
 
     Raises:
-        ChunkCacheRequestError: it has no message of the user.
+        ChunkCacheRequestError: the body has neither a prompt nor a message of the user.
     """
     if isinstance(body.get("prompt"), str):
         return {**body, "prompt": text + body["prompt"]}

@@ -1,4 +1,4 @@
-"""What this project asks for of other packages, by its own metadata: `requirements`, `pinned`, `install_sglang`."""
+"""The packages that this project requires, from its own metadata: `requirements`, `pinned`, `install_sglang`."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from packaging.specifiers import SpecifierSet
 
 DISTRIBUTION = "sglang-chunk-cache"
 SERVER = "server"
-"""The extra with what a server needs."""
+"""Name of the extra with the packages that a server needs."""
 
 
 def requirements(extra: str) -> list[Requirement]:
-    """What it needs anyway, and with this extra; "" = without."""
+    """The requirements of this project, with those of an extra; "" = without any."""
     found = map(Requirement, importlib.metadata.requires(DISTRIBUTION) or ())
     return [one for one in found if one.marker is None or one.marker.evaluate({"extra": extra})]
 
@@ -24,5 +24,5 @@ def pinned(name: str) -> SpecifierSet:
 
 
 def install_sglang() -> str:
-    """The command that installs what a server needs: SGLang brings the rest."""
+    """The command that installs what a server needs: SGLang, which brings the rest."""
     return f"pip install 'sglang{pinned('sglang')}'"

@@ -1,9 +1,9 @@
-"""ServerClient: a running server, as commands and benchmarks ask it.
+"""ServerClient: sends the requests of commands and benchmarks to a running server.
 
-Verbs: `send` (a request, answered as a whole), `ask` (the same, a JSON object), `look` (at a page that may not be
-there), `lines` (an answer line by line), `flush` (its caches).
-Promises: what a user can mend is a `ServerRefused` of one sentence that names the flag and the remedy; what may pass,
-because the server is being restarted, is a `ServerGone`.
+Verbs: `send` (returns the whole response), `ask` (returns its JSON object), `look` (gets a page that may not exist),
+`lines` (returns a response line by line), `flush` (empties the server's caches).
+Promises: an error that the user can fix is a `ServerRefused`, whose sentence names the flag and the remedy; an error
+that may pass, because the server is being restarted, is a `ServerGone`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _UNAUTHORIZED = (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN)
 
 
 class ServerRefused(ChunkCacheRequestError):
-    """The server says no, and would say so again."""
+    """The server refuses a request, and would refuse it again."""
 
 
 class ServerGone(Exception):
@@ -40,12 +40,12 @@ class ServerGone(Exception):
 
 
 class ServerClient:
-    """A context manager around connections that threads may share; sends nothing yet.
+    """A context manager around connections that threads may share; making one sends nothing.
 
     Args:
-        url: of the server, without a path.
-        api_key: of the server, where it has one.
-        timeout_s: seconds without a byte of the answer; the default is a long prompt on a CPU.
+        url: address of the server, without a path.
+        api_key: API key of the server; None = it has none.
+        timeout_s: longest wait for the next byte of a response; the default allows for a long prompt on a CPU.
 
     Raises:
         ServerRefused: the URL is malformed.
@@ -74,7 +74,7 @@ class ServerClient:
         self.http.close()
 
     def send(self, method: str, path: str, body: Any = None) -> httpx.Response:
-        """The answer to a request, which is a good one.
+        """Sends a request and returns the response, whose status is a success.
 
         Raises:
             ServerRefused, ServerGone: see the head of this file.
@@ -85,7 +85,7 @@ class ServerClient:
         return response
 
     def ask(self, method: str, path: str, body: Any = None) -> dict[str, Any]:
-        """The JSON object of the answer to `send`."""
+        """Sends a request and returns the JSON object of the response; raises as `send`."""
         try:
             reply = self.send(method, path, body).json()
         except ValueError:  # no JSON, or no text
@@ -96,7 +96,7 @@ class ServerClient:
         return reply
 
     def look(self, path: str) -> httpx.Response:
-        """The answer to a GET, whatever it is, of a server that works.
+        """The response to a GET, whatever its status is below 500.
 
         Raises:
             ServerGone: see the head of this file.
@@ -108,7 +108,7 @@ class ServerClient:
         return response
 
     def lines(self, path: str, body: Any) -> Iterator[str]:
-        """The lines of the answer to a POST as they arrive; raises as `send`."""
+        """The lines of the response to a POST, as they arrive; raises as `send`."""
         with self._told(), self.http.stream("POST", path, json=body) as response:
             if not response.is_success:
                 response.read()
@@ -116,10 +116,10 @@ class ServerClient:
             yield from response.iter_lines()
 
     def flush(self) -> None:
-        """Empties the server's caches; waits while it is still busy with an earlier request.
+        """Empties the server's caches; waits while the server is busy with an earlier request.
 
         Raises:
-            TimeoutError: it was busy for 30 s.
+            TimeoutError: the server was busy for 30 s.
         """
         deadline = time.monotonic() + FLUSH_S
         while True:
@@ -164,7 +164,7 @@ class ServerClient:
 
 
 def _message(response: httpx.Response) -> str:
-    """The sentence of an error reply, whatever object of SGLang's routes it stands in."""
+    """The sentence of an error response; SGLang's routes put it into different objects."""
     try:
         value = response.json()
     except ValueError:

@@ -1,7 +1,7 @@
 """Serving on a machine without an accelerator: the entry point SGLang asks.
 
-- `activate()` answers "shall our CPU platform serve here?" with a class name or None, and changes nothing else than
-  the environment of the processes that SGLang is about to start, and only when the answer is yes.
+- `activate()` says whether our CPU platform serves here, by a class name or None. Only if it does, `activate()` changes
+  something: it switches torch's compiler off, for this process and those that SGLang is about to start.
 
 The platform itself is in `platform`, the arithmetic of memory and threads in `memory` and `threads`.
 """
@@ -12,15 +12,15 @@ import os
 
 PLATFORM_CLASS = "sglang_plain_cpu.platform.TorchCpuPlatform"
 
-# SGLang's own switch for its AMX / Arm engine, which needs other kernels than the pinned wheels bring.
+# SGLang's own switch for its AMX / Arm engine, which needs kernels that the pinned wheels do not contain.
 STOCK_CPU_ENGINE_VARIABLE = "SGLANG_USE_CPU_ENGINE"
 
 
 def activate() -> str | None:
     """Names our platform class, or returns None to leave the machine to SGLang.
 
-    None where torch sees any accelerator (CUDA, ROCm, XPU, NPU, MPS, ...) and where the user asked for SGLang's own CPU
-    engine, unless `SGLANG_PLATFORM=chunk_cache_cpu` names ours.
+    None if torch sees any accelerator (CUDA, ROCm, XPU, NPU, MPS, ...), or if the user asked for SGLang's own CPU
+    engine without naming ours by `SGLANG_PLATFORM=chunk_cache_cpu`.
     """
     if has_accelerator():
         return None
@@ -33,7 +33,7 @@ def activate() -> str | None:
 
 
 def has_accelerator() -> bool:
-    """True when torch can use a device other than the CPU."""
+    """Whether torch can use a device other than the CPU."""
     import torch
 
     return torch.cuda.is_available() or torch.accelerator.is_available()

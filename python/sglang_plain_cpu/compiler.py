@@ -1,9 +1,9 @@
-"""torch.compile, off: SGLang decorates small helpers with it, and on a CPU that would need a C++ compiler.
+"""Compiler: switches `torch.compile` off. SGLang decorates small helpers with it; on a CPU that needs a C++ compiler.
 
-- `switch_compiler_off()` makes `torch.compile` the identity in this process and in those it starts.
-- `switch_compiler_on()` takes that back; for a user who asks for compilation by flag.
+- `switch_compiler_off()` makes `torch.compile` the identity in this process and in those that it starts.
+- `switch_compiler_on()` undoes that, for a user who asks for compilation by flag.
 
-A variable the user has set is left alone by both.
+Both leave a variable alone that the user has set.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from __future__ import annotations
 import os
 import sys
 
-# Read by torch when it is imported (TORCH_COMPILE_DISABLE) and when a function is decorated (TORCHDYNAMO_DISABLE).
+# torch reads the first when it is imported, and the second when a function is decorated.
 VARIABLES = ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE")
 _set_here: set[str] = set()
 
 
 def switch_compiler_off() -> None:
-    """Sets the variables that are unset, and torch's own switch where torch has read them already."""
+    """Sets the variables that are unset, and torch's own switch if torch has read them already."""
     for name in VARIABLES:
         if name not in os.environ:
             os.environ[name] = "1"
@@ -27,7 +27,7 @@ def switch_compiler_off() -> None:
 
 
 def switch_compiler_on() -> None:
-    """Removes what `switch_compiler_off` has set. Processes started from here on compile again."""
+    """Removes what `switch_compiler_off` has set; this process and those that it starts later compile again."""
     if not _set_here:
         return
     for name in _set_here:

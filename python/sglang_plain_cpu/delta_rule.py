@@ -1,12 +1,12 @@
 """Layers that keep a state instead of KV (gated delta rule: Qwen3-Next, Qwen3.5), in plain torch.
 
-SGLang's kernels for them need a GPU. The functions here stand in their places (`patches.toml`, moment "states") and
-take their arguments; `use_states` puts them there when a model has such layers. Pools of states are `[slots, value
-heads, value size, key size]` and those of convolutions `[slots, channels, kernel - 1]`, both updated in place; slot -1
-is none.
+SGLang's kernels for them need a GPU. The functions here replace these kernels (`patches.toml`, moment "states") and
+take their arguments; `use_states` puts them in place if a model has such layers. Pools of states are `[slots, value
+heads, value size, key size]` and those of convolutions `[slots, channels, kernel - 1]`; both are updated in place. Slot
+-1 means that there is no slot.
 
-Token by token, with decay exp(g) and step beta a head, keys and queries of length 1 (Yang et al., Gated Delta Networks,
-2412.06464, eq. 10):
+For each token and head, with decay exp(g), step size beta, and keys and queries of norm 1 (Yang et al., Gated Delta
+Networks, 2412.06464, eq. 10):
 
     S <- exp(g) S;    S <- S + beta (v - S k) k^T;    out = S q / sqrt(key size)
 """
@@ -22,11 +22,11 @@ import torch.nn.functional as F
 from sglang_plain_cpu import patches
 
 BLOCK = 64
-"""Tokens that one step of `delta_rule` takes together; `extend` returns a state at each multiple, as SGLang expects."""
+"""Tokens that `delta_rule` computes in one step; `extend` returns a state at each multiple, as SGLang expects."""
 
 
 def use_states(make: Callable[..., Any], runner: Any, full_attention: Any) -> Any:
-    """Wraps SGLang's choice of the attention backend: puts the functions below in place where a model has states.
+    """Wraps SGLang's choice of the attention backend; puts the functions below in place if the model keeps states.
 
     Raises:
         ValueError: the server speculates, which needs kernels that are not replaced here.
@@ -48,10 +48,10 @@ def delta_rule(
     A token with beta = g = 0 leaves the state as it is. Nothing is written in place.
 
     Args:
-        q, k: `[batch, heads, length, key size]`, of length 1
+        q, k: `[batch, heads, length, key size]`, vectors of norm 1
         v: `[batch, heads, length, value size]`
         g, beta: `[batch, heads, length]`; g <= 0 is the logarithm of the decay
-        state: `[batch, heads, key size, value size]`, transposed against the pools
+        state: `[batch, heads, key size, value size]`, transposed relative to the pools
 
     Within a block the corrections v_i - S^T k_i depend on each other by a triangular system (2412.06464, section 3.3):
     (I + L) u = beta (v - exp(c) k S), where c sums g and L_ij = beta_i exp(c_i - c_j) k_i k_j below the diagonal.
@@ -62,10 +62,10 @@ def delta_rule(
         part = slice(start, min(start + BLOCK, length))
         begins.append(state)
         k_part, step = k[:, :, part], beta[:, :, part, None]
-        total = g[:, :, part].double().cumsum(-1)  # of large sums in fp32 little of a small difference is left
+        total = g[:, :, part].double().cumsum(-1)  # fp32 would lose small differences of large sums
         later = torch.ones(total.shape[-1], total.shape[-1], dtype=torch.bool, device=q.device).triu(1)
         decay = (total[..., :, None] - total[..., None, :]).masked_fill(later, float("-inf")).exp().to(g.dtype)
-        system = step * (k_part @ k_part.mT) * decay  # the diagonal is taken as 1
+        system = step * (k_part @ k_part.mT) * decay  # the solver takes the diagonal as 1
         grown = total.exp()[..., None].to(g.dtype)
         wanted = step * (v[:, :, part] - (k_part * grown) @ state)
         new = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
@@ -77,14 +77,15 @@ def delta_rule(
 
 
 def unit(x: torch.Tensor) -> torch.Tensor:
-    """Vectors of length 1 along the last dimension, as the kernels make them of queries and keys."""
+    """Normalises vectors along the last dimension to norm 1, as the kernels do with queries and keys."""
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
 
 
 def gates(
     A_log: torch.Tensor, a: torch.Tensor, b: torch.Tensor, dt_bias: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """g and beta, `[1, tokens, heads]` fp32, of the projections `a` and `b` `[tokens, heads]`; beta as exact as `b`."""
+    """g and beta, `[1, tokens, heads]` fp32, from the projections `a` and `b` `[tokens, heads]`; beta is rounded to the
+    dtype of `b`."""
     g = -A_log.float().exp() * F.softplus(a.float() + dt_bias.float())
     return g[None], b.float().sigmoid().to(b.dtype).float()[None]
 
@@ -102,11 +103,11 @@ def extend(
     inplace_update: bool = True,
     **_flags: Any,
 ) -> tuple[torch.Tensor, None, torch.Tensor]:
-    """Tokens of several sequences, each from its state in the pool.
+    """The delta rule over several sequences, each from its state in the pool.
 
     Args:
         q, k: `[1, tokens, key heads, key size]`; `v` `[1, tokens, value heads, value size]`
-        cu_seqlens: `[sequences + 1]`, where each begins, and where the last ends
+        cu_seqlens: `[sequences + 1]`, where each sequence begins, and where the last ends
 
     Returns:
         Outputs `[1, tokens, value heads, value size]`, nothing, and the states at the beginning of each block of each
@@ -131,7 +132,7 @@ def extend(
 
 
 def _copy_of(pool: torch.Tensor, slot: int) -> torch.Tensor:
-    """The state in a slot as `delta_rule` has it, fp32; zeros where there is no slot."""
+    """A copy of the state in a slot, fp32, in the shape of `delta_rule`; zeros if there is no slot."""
     state = pool[max(slot, 0)].to(torch.float32, copy=True)
     return (state if slot >= 0 else state.zero_()).mT[None]
 
@@ -149,10 +150,10 @@ def decode(
     ssm_state_indices: torch.Tensor,
     **_flags: Any,
 ) -> None:
-    """One token of each sequence; `out` `[batch, 1, value heads, value size]` gets what the states answer.
+    """The delta rule for one token of each sequence; writes outputs to `out` `[batch, 1, value heads, value size]`.
 
     Args:
-        mixed_qkv: `[batch, channels]`, queries, keys and values behind the convolution
+        mixed_qkv: `[batch, channels]`, queries, keys and values after the convolution
         a, b: `[batch, value heads]`
     """
     heads, value_size, key_size = initial_state.shape[1:]
@@ -182,11 +183,11 @@ def convolve(
     has_initial_state: torch.Tensor,
     **_flags: Any,
 ) -> torch.Tensor:
-    """The causal convolution and SiLU of several sequences side by side, `[channels, tokens]`, each from its pool row.
+    """Causal convolution and SiLU of several concatenated sequences, `[channels, tokens]`; updates their pool slots.
 
     Args:
         weight: `[channels, kernel]`
-        has_initial_state: `[sequences]`, whether what the pool holds stands in front of a sequence
+        has_initial_state: `[sequences]`, whether a sequence continues from the state in its slot
     """
     out, start = torch.zeros_like(x), 0
     for slot, length, continues in zip(cache_indices.tolist(), seq_lens_cpu, has_initial_state.tolist(), strict=False):
@@ -212,7 +213,7 @@ def convolve_step(
     conv_state_indices: torch.Tensor,
     **_flags: Any,
 ) -> torch.Tensor:
-    """The same for one token of each sequence, `[batch, channels]`."""
+    """Like `convolve`, for one token of each sequence, `[batch, channels]`."""
     slots = conv_state_indices.long()
     window = torch.cat([conv_state[slots.clamp(min=0)].to(x.dtype), x[:, :, None]], dim=2)
     used = slots >= 0
@@ -234,7 +235,7 @@ def keep_states(
     batch_size: int,
     check_freed_slots: bool = False,
 ) -> None:
-    """Copies the states of the sequences that the mask names to other slots, in pools of one layer or of all layers."""
+    """Copies the states of the sequences in the mask to other slots, in pools of one layer or of all layers."""
     kept = mamba_track_mask[:batch_size].nonzero()[:, 0]
     sources, targets = cache_indices[kept].long(), mamba_track_indices[kept].long()
     if check_freed_slots:
@@ -257,7 +258,7 @@ def gated_norm(
     is_rms_norm: bool = True,
     activation: str = "swish",
 ) -> torch.Tensor:
-    """`rms_norm(x) * weight * silu(z)` over the last dimension, or a sigmoid where `activation` says so."""
+    """`rms_norm(x) * weight * silu(z)` over the last dimension; sigmoid instead of SiLU for other `activation`s."""
     assert (bias, group_size, norm_before_gate, is_rms_norm) == (None, None, True, True), "a norm of another kind"
     normed = F.rms_norm(x.float(), (x.shape[-1],), weight.float(), eps)
     gate = F.silu(z.float()) if activation in ("swish", "silu") else z.float().sigmoid()
@@ -275,7 +276,7 @@ def normed_and_gated(
     residual_in_fp32: bool = False,
     eps: float = 1e-6,
 ) -> torch.Tensor:
-    """The same by the arguments of Qwen3-Next's norm."""
+    """Like `gated_norm`, with the arguments of Qwen3-Next's norm."""
     assert (residual, prenorm) == (None, False), "a norm of another kind"
     return gated_norm(x, weight, bias, z=g, eps=eps, activation=activation)
 
@@ -283,7 +284,7 @@ def normed_and_gated(
 def split_projections_by_head(
     mixed_qkvz: torch.Tensor, mixed_ba: torch.Tensor, num_heads_qk: int, num_heads_v: int, head_qk: int, head_v: int
 ) -> tuple[torch.Tensor, ...]:
-    """The same as `split_projections` of rows in which each key head's q, k, v and z stand together (Qwen3-Next)."""
+    """Like `split_projections`, for rows in which q, k, v and z of each key head stand together (Qwen3-Next)."""
     group = num_heads_v // num_heads_qk
     sizes = [head_qk, head_qk, group * head_v, group * head_v]
     q, k, v, z = (part.flatten(1) for part in mixed_qkvz.unflatten(1, (num_heads_qk, -1)).split(sizes, dim=2))
@@ -294,7 +295,7 @@ def split_projections_by_head(
 def split_projections(
     mixed_qkvz: torch.Tensor, mixed_ba: torch.Tensor, num_heads_qk: int, num_heads_v: int, head_qk: int, head_v: int
 ) -> tuple[torch.Tensor, ...]:
-    """`[tokens, qkv]`, z `[tokens, value heads, value size]`, and b and a `[tokens, value heads]`."""
+    """Splits rows into `[tokens, qkv]`, z `[tokens, value heads, value size]`, and b and a `[tokens, value heads]`."""
     width = 2 * num_heads_qk * head_qk + num_heads_v * head_v
     b, a = mixed_ba.split(num_heads_v, dim=1)
     z = mixed_qkvz[:, width:].unflatten(1, (num_heads_v, head_v))
@@ -302,6 +303,6 @@ def split_projections(
 
 
 def sigmoid_gated(attn_output: torch.Tensor, gate: torch.Tensor, inplace: bool = False) -> torch.Tensor:
-    """`attn_output * sigmoid(gate)`; the gate may come by head."""
+    """`attn_output * sigmoid(gate)`; the gate may have a dimension of heads."""
     gated = (attn_output.float() * gate.float().sigmoid().reshape(attn_output.shape)).to(attn_output.dtype)
     return attn_output.copy_(gated) if inplace else gated

@@ -1,4 +1,4 @@
-"""How much of a machine's memory the pools of KV and of states may take. Plain numbers in, plain numbers out.
+"""Memory: how much of a machine's memory the pools of KV and of states may take. Plain numbers in and out.
 
 - `free_ram_bytes()` and `total_ram_bytes()` ask the machine, container limits included.
 - `pool_token_limit(...)` turns free memory into a number of tokens, `state_limit(...)` into a number of states.
@@ -10,15 +10,15 @@ from pathlib import Path
 
 import psutil
 
-# The pool may take this part of the memory that is free at start-up; the rest is for weights, activations and others.
+# The KV pool may take this share of the memory that is free at start-up; the rest is for weights, activations, others.
 POOL_FRACTION = 0.25
-# A tiny model would get millions of slots. SGLang copies its list of free slots when a request ends, so slots that no
-# prompt will ever use cost time: 4 MB are copied at this limit.
+# Without this limit a tiny model would get millions of slots. SGLang copies its list of free slots when a request ends,
+# so slots that no prompt will ever use cost time: 4 MB are copied at this limit.
 MAX_POOL_TOKENS = 1 << 19
 STATE_FRACTION = 0.125
-"""Part of the free memory for states, of models that have layers which keep one."""
+"""Share of the free memory for states, for models with layers that keep a state."""
 NUM_STATES = (16, 512)
-"""States at least and at most; a running request holds up to three of them, the radix cache the others."""
+"""Smallest and largest number of states; a running request holds up to three, the radix cache the others."""
 
 # (limit, usage) files of control groups, version 2 and 1.
 CGROUP_MEMORY_FILES = (
@@ -47,7 +47,7 @@ def pool_token_limit(
     Args:
         token_bytes: K and V of one token over all layers, as one process stores them (its share of the heads).
         num_processes: processes on this machine that hold a pool each (tensor x pipeline x data parallel).
-        min_tokens: raises `MAX_POOL_TOKENS` for a model with a longer context; never the memory bound.
+        min_tokens: raises `MAX_POOL_TOKENS` for a model with a longer context, but never the bound by memory.
 
     Returns:
         a multiple of `page_size`, at least one page.

@@ -1,4 +1,4 @@
-"""Operations of models that SGLang has for accelerators only, in plain torch."""
+"""Operations that SGLang has for accelerators only, in plain torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 def softcap_logits(logits: torch.Tensor, cap: float | None, output: torch.Tensor | None = None) -> torch.Tensor:
-    """`cap * tanh(logits / cap)`, or the logits where `cap` is None; into `output` (fp32), or in place."""
+    """`cap * tanh(logits / cap)`, or the logits if `cap` is None; written into `output` (fp32), or in place."""
     target = logits if output is None else output.copy_(logits)
     return target if cap is None else target.div_(cap).tanh_().mul_(cap)
 
@@ -22,7 +22,7 @@ def gate_sigmoid_mul(
     *,
     do_add: bool,
 ) -> None:
-    """`output` becomes, or grows by, `shared_output` times the sigmoid of `hidden_states @ gate_weight`, by token."""
+    """Sets `output` to `shared_output * sigmoid(hidden_states @ gate_weight)`, by token; with `do_add`, adds that."""
     gated = torch.sigmoid(hidden_states @ gate_weight)[:, None] * shared_output
     output.add_(gated) if do_add else output.copy_(gated)
 
@@ -32,7 +32,8 @@ def experts_of_rank(
 ) -> torch.Tensor:
     """`[num_tokens, hidden]` sum of a rank's experts over `x`; experts of other ranks (expert parallelism) have id -1.
 
-    `every` is SGLang's, which knows no such id; it gets each pair of a token and an expert as a token of its own.
+    SGLang's function `every` does not know this id. If it occurs, `every` gets each other pair of a token and an expert
+    as a separate token.
     """
     tokens, places = (topk_output.topk_ids >= 0).nonzero(as_tuple=True)
     if len(tokens) == topk_output.topk_ids.numel():
@@ -49,7 +50,7 @@ def experts_of_rank(
 def copy_rows(
     target: torch.Tensor, source: torch.Tensor, dim: int, offset: torch.Tensor, count: torch.Tensor, from_offset: bool
 ) -> None:
-    """Copies `count` rows of the first dimension: from `offset` of the source on, or to there in the target."""
+    """Copies `count` rows: with `from_offset`, from `offset` of the source on; else to `offset` of the target on."""
     assert dim == 0, "SGLang copies rows"
     rows, part = slice(int(count)), slice(int(offset), int(offset) + int(count))
     if from_offset:
@@ -59,26 +60,26 @@ def copy_rows(
 
 
 def absorbed(_attention: Any, _forward_batch: Any) -> Any:
-    """The form of latent attention (MLA) that attends from the latent rows of the pool, as `torch_native` does."""
+    """The form of latent attention (MLA) that attends to the latent rows of the pool, as `torch_native` does."""
     from sglang.srt.models.deepseek_common.attention_forward_methods import AttnForwardMethod
 
     return AttnForwardMethod.MLA
 
 
 def unpinned(tensor: torch.Tensor, device: Any = None) -> torch.Tensor:
-    """The tensor itself: no device copies from pinned memory here."""
+    """The tensor itself, since no device here copies from pinned memory."""
     return tensor
 
 
 def cpu_module(device: Any = None) -> Any:
-    """`torch.cpu`; torch itself names its module for CUDA where nobody says of which device."""
+    """`torch.cpu`; torch's own function returns the CUDA module if no device is named."""
     return torch.cpu
 
 
 class _TorchWithoutPins:
-    """`torch`, in which nothing is pinned: there is no device that would copy from pinned memory, or be waited for."""
+    """`torch` without pinned memory: there is no device that would copy from it, or that must be waited for."""
 
-    cuda = torch.cpu  # its events and streams are there, and have always happened
+    cuda = torch.cpu  # it has events and streams too; its events have always happened
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(torch, name)
@@ -93,9 +94,9 @@ def _without_pin(create: Callable[..., torch.Tensor]) -> Callable[..., torch.Ten
 
 
 TORCH_WITHOUT_PINS = _TorchWithoutPins()
-NO_MODULE = None  # in the place of a module: its import fails
+NO_MODULE = None  # replaces a module, whose import then fails
 
 
 def never() -> bool:
-    """Says of something that needs a GPU that it is not there."""
+    """Replaces a check for something that needs a GPU: it is not there."""
     return False

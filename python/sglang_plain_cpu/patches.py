@@ -1,6 +1,6 @@
-"""What the platform changes in SGLang and torch: `patches.toml` lists it, and only `apply` changes it.
+"""Patches: what the platform changes in SGLang and torch; `patches.toml` lists them, and only `apply` applies them.
 
-Verbs: `apply(when)` puts the rows of one moment in place, once per process.
+Verb: `apply(when)` applies the rows of one moment, once per process.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _TABLE = tomllib.loads(Path(__file__).with_name("patches.toml").read_text(encodi
 
 @dataclass(frozen=True)
 class Patch:
-    """A name of SGLang or torch that gets a value of ours; the head of `patches.toml` says what each field means."""
+    """A name of SGLang or torch that we replace; the head of `patches.toml` says what each field means."""
 
     when: str
     kind: str
@@ -33,21 +33,21 @@ class Patch:
     value: Any = None
 
     def replacement(self) -> Any:
-        """Our object, imported now, or the value."""
+        """Our object, which is imported now, or the value."""
         return pkgutil.resolve_name(f"{__package__}.{self.ours}") if self.ours else self.value
 
     def apply(self) -> None:
-        """Puts our object or the value in place."""
+        """Puts the replacement in place, as `kind` says."""
         _KINDS[self.kind](self)
 
 
 @dataclass(frozen=True)
 class Touch:
-    """A name that a file of ours sets under a condition, or takes back.
+    """A name that a file of ours sets under a condition, or restores.
 
     Attributes:
         name: dotted path, or `"module:VARIABLE"` for an environment variable and the module that reads it.
-        file: ours, in this package.
+        file: the file of this package that does so.
         why, breaks: as for a patch.
     """
 
@@ -63,12 +63,12 @@ TOUCHED = tuple(Touch(**row) for row in _TABLE["touch"])
 OVERRIDES: dict[str, tuple[str, ...]] = {
     f"{__package__}.{row['ours']}": tuple(row["overrides"]) for row in _TABLE["subclass"]
 }
-"""The names that each class of ours takes from SGLang's, by `"package.module:class"`."""
+"""Names that each class of ours overrides in SGLang's class, by `"package.module:class"`."""
 _applied: set[str] = set()
 
 
 def apply(when: str) -> None:
-    """Applies the rows of a moment, in the order of the table; does nothing when called again."""
+    """Applies the patches of one moment, in the order of the table; a second call does nothing."""
     if when in _applied:
         return
     for patch in PATCHES:

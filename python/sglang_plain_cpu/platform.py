@@ -3,14 +3,14 @@
 `TorchCpuPlatform` is found by name through the entry point. It fills in what the user left open:
 - device `cpu`, attention `torch_native`, sampling `pytorch`, no compilation, no graphs;
 - a float32 checkpoint stays float32;
-- one KV pool for layers with a window and without;
+- one KV pool for layers with and without a window;
 - a KV pool of at most a quarter of the free memory, and a pool of states of an eighth (`memory`);
-- what stands in front of a convolution is kept in the model's dtype;
-- CPUs per rank (`threads`);
-- operations that SGLang has for accelerators only (`patches`).
-A flag or an environment variable of the user wins over each of them.
+- states of convolutions are kept in the model's dtype;
+- CPUs per rank (`threads`).
+A flag or an environment variable of the user wins over these defaults. It also puts operations in place that SGLang has
+for accelerators only (`patches`).
 
-SGLang imports this file in the middle of its own first imports, so what needs more of SGLang is imported in functions.
+SGLang imports this file in the middle of its own first imports, so further modules of SGLang are imported in functions.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
 from sglang_plain_cpu import memory, patches, threads
 from sglang_plain_cpu.compiler import switch_compiler_on
 
-# Weights and pool together may take this part of the memory that is free at start-up. The pool has its own, much
+# Weights and KV pool together may take this share of the memory that is free at start-up. The pool has its own, much
 # lower bound in tokens; SGLang applies the smaller one.
 STATIC_MEMORY_FRACTION = 0.9
 SPECULATIVE_ALGORITHMS = ("NGRAM", "STANDALONE", "EAGLE", "EAGLE3")
 CONVOLUTION_VARIABLE = "SGLANG_MAMBA_CONV_DTYPE"
-_convolutions: dict[str, str] = {}  # what an earlier engine of this process set the variable to
+_convolutions: dict[str, str] = {}  # value that an earlier engine of this process gave to the variable
 
 
 class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
@@ -45,18 +45,18 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
         patches.apply("platform")
 
     def apply_server_args_defaults(self, server_args: Any) -> None:
-        """Fills in the backends and the CPUs per rank, where the user has not."""
+        """Fills in the backends and the CPUs per rank if the user has not, and sets what serving on a CPU needs."""
         if server_args.device != "cpu":
             return
         if server_args.attention_backend is None:
             server_args.attention_backend = self.get_default_attention_backend()
-        if server_args.attention_backend == "torch_native":  # it reads every layer by the slots of one pool
+        if server_args.attention_backend == "torch_native":  # it reads the KV of all layers by the slots of one pool
             server_args.disable_hybrid_swa_memory = True
         if server_args.sampling_backend is None:
             server_args.sampling_backend = "pytorch"
         if server_args.lora_backend == "csgmv":  # SGLang's default, in Triton
             server_args.lora_backend = "torch_native"
-        server_args.disable_custom_all_reduce = True  # a CUDA kernel; left on, each rank warns that it failed
+        server_args.disable_custom_all_reduce = True  # a CUDA kernel; if it is on, each rank warns that it failed
         server_args.sleep_on_idle = True  # an idle scheduler would keep a core busy that the others need
         patches.apply("flags")
         if server_args.enable_torch_compile:
@@ -73,11 +73,11 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
         return algorithm in SPECULATIVE_ALGORITHMS
 
     def support_mamba_cache_extra_buffer(self) -> bool:
-        """Yes: a forward of `delta_rule` gives the states inside a prompt, which the radix cache keeps."""
+        """True: a forward of `delta_rule` returns the states inside a prompt, which the radix cache keeps."""
         return True
 
     def get_speculative_worker_cls(self, algorithm: str) -> type | None:
-        """None, SGLang's own; the one call that tells a platform that this process speculates."""
+        """None: SGLang's own class. Also applies patches, as only this call tells that the process speculates."""
         patches.apply("drafting")
         return None
 
@@ -85,7 +85,7 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
         return "eager"
 
     def get_device(self, device_id: int | None = 0) -> str:
-        return "cpu"  # SGLang splits it like a flag's value, so a string and not a torch.device
+        return "cpu"  # a string and not a torch.device, because SGLang splits it like a flag's value
 
     def get_device_total_memory(self, device_id: int = 0) -> int:
         return memory.total_ram_bytes()
@@ -100,7 +100,7 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
         return False
 
     def get_group_coordinator_device(self, local_rank: int) -> torch.device:
-        """The CPU. Also binds the process: the one call that tells a platform its rank, before weights are loaded."""
+        """The CPU. Also binds the process to its CPUs: only this call tells the rank before weights are loaded."""
         threads.bind_rank(local_rank)
         patches.apply("rank")
         return torch.device("cpu")
@@ -113,7 +113,7 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
 
 
 def leave_backends_open(server_args: Any, previous: Callable[[Any], None]) -> None:
-    """Replaces a step that would choose AMX attention and overwrite a sampling backend the user gave."""
+    """Replaces, on a CPU, a step that would choose AMX attention and overwrite the user's sampling backend."""
     from sglang.srt.arg_groups.model_override_base import resolving_view
 
     if resolving_view(server_args).device != "cpu":
@@ -121,7 +121,7 @@ def leave_backends_open(server_args: Any, previous: Callable[[Any], None]) -> No
 
 
 def fit_to_memory(server_args: Any, previous: Callable[[Any], None]) -> None:
-    """Runs before SGLang's own memory settings, which keep what they find."""
+    """Sets the defaults of `_model_defaults` before SGLang's own memory settings, which keep what is set."""
     from sglang.srt.arg_groups.model_override_base import model_config_of, resolving_view
     from sglang.srt.arg_groups.overrides import declare_resolution
 
@@ -134,7 +134,7 @@ def fit_to_memory(server_args: Any, previous: Callable[[Any], None]) -> None:
 
 
 def keep_overlap(_server_args: Any) -> None:
-    """Leaves the overlap schedule on: only SGLang's own CPU engine does not speculate with it."""
+    """Leaves the overlap schedule on; only SGLang's own CPU engine does not speculate with it."""
 
 
 def _model_defaults(cfg: Any, model_config: Any) -> dict[str, Any]:
@@ -142,7 +142,7 @@ def _model_defaults(cfg: Any, model_config: Any) -> dict[str, Any]:
     chosen: dict[str, Any] = {}
     dtype = model_config.dtype
     if cfg.dtype == "auto" and _is_float32_checkpoint(model_config):
-        # SGLang would halve it, which on a CPU is slower and less exact.
+        # SGLang would take 16 bits, which on a CPU is slower and less exact.
         dtype = torch.float32
         chosen["dtype"] = "float32"
     if (states := _config_of_states(model_config)) is not None:
@@ -172,13 +172,13 @@ def _is_float32_checkpoint(model_config: Any) -> bool:
 
 
 def _keep_convolutions_in(dtype: torch.dtype) -> None:
-    """Tells SGLang, which has bf16 whatever the model computes in, unless the user did."""
+    """Sets the dtype of SGLang's states of convolutions, which is bf16 for every model, unless the user has set it."""
     if os.environ.get(CONVOLUTION_VARIABLE, "") == _convolutions.get("dtype", ""):
         _convolutions["dtype"] = os.environ[CONVOLUTION_VARIABLE] = str(dtype).removeprefix("torch.")
 
 
 def _token_bytes(model_config: Any, dtype: torch.dtype, tp_size: int) -> int:
-    """K and V of one token in one rank over all layers. A smaller KV dtype only makes the pool smaller than allowed."""
+    """Bytes of K and V of one token in one rank over all layers; too many, which is safe, if KV has a smaller dtype."""
     width = model_config.get_num_kv_heads(tp_size) * (model_config.head_dim + model_config.v_head_dim)
     states = _config_of_states(model_config)
     num_layers = model_config.num_hidden_layers if states is None else len(states.full_attention_layer_ids)
@@ -194,7 +194,7 @@ def _config_of_states(model_config: Any) -> Any:
 
 
 def _state_bytes(config: Any, dtype: torch.dtype, tp_size: int) -> int:
-    """One state in one rank over all layers: fp32 matrices, and what stands in front of convolutions."""
+    """Bytes of one state in one rank over all layers: fp32 matrices, and states of convolutions."""
     keys = config.linear_num_key_heads * config.linear_key_head_dim
     values = config.linear_num_value_heads * config.linear_value_head_dim
     matrices = values * config.linear_key_head_dim * torch.float32.itemsize
@@ -203,5 +203,5 @@ def _state_bytes(config: Any, dtype: torch.dtype, tp_size: int) -> int:
 
 
 def _num_processes(cfg: Any) -> int:
-    replicas = 1 if cfg.enable_dp_attention else cfg.dp_size  # with that flag it divides the ranks
+    replicas = 1 if cfg.enable_dp_attention else cfg.dp_size  # with that flag dp_size divides the ranks
     return cfg.tp_size * cfg.pp_size * replicas

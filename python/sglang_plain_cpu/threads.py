@@ -1,12 +1,12 @@
-"""Which CPUs a rank computes on. SGLang starts one process per rank; two that share cores wait for each other.
+"""Threads: which CPUs a rank computes on. SGLang starts a process per rank; two that share cores wait for each other.
 
-- `usable_cpus()` asks the machine: the CPUs this process may use, cut to a container's quota.
+- `usable_cpus()` asks the machine which CPUs this process may use, cut to a container's quota.
 - `split_cpus(cpus, num_ranks)` and `format_binding(groups)` give the value of `SGLANG_CPU_OMP_THREADS_BIND`.
-- `parse_cpus(text)` reads one rank's part of it back.
-- `publish_binding(num_ranks)` sets the variable, `bind_rank(rank)` applies it to this process: affinity and torch's
+- `parse_cpus(text)` reads one rank's part of this value.
+- `publish_binding(num_ranks)` sets the variable; `bind_rank(rank)` applies it to this process: CPU affinity and torch's
   number of threads.
 
-SGLang reads the variable too, but applies it only where its AMX or Arm kernels are installed.
+SGLang reads the variable too, but applies it only if its AMX or Arm kernels are installed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _last_set: str | None = None
 
 
 def usable_cpus() -> list[int]:
-    """CPU numbers in ascending order, at least one; fewer than the machine has when a quota says so."""
+    """CPU numbers that this process may use, ascending, at least one; a container's quota limits how many."""
     cpus = sorted(os.sched_getaffinity(0))
     quota = _cpu_quota()
     return cpus if quota is None else cpus[: max(1, math.ceil(quota))]
@@ -32,7 +32,7 @@ def usable_cpus() -> list[int]:
 def split_cpus(cpus: Sequence[int], num_ranks: int) -> list[list[int]]:
     """One group of neighbouring CPUs per rank, sizes differing by at most one.
 
-    With more ranks than CPUs each rank has one and ranks share: rank i gets CPU i modulo their number.
+    With more ranks than CPUs, ranks share CPUs: rank i gets the CPU at index i modulo their number.
     """
     if num_ranks >= len(cpus):
         return [[cpus[rank % len(cpus)]] for rank in range(num_ranks)]
@@ -65,7 +65,7 @@ def parse_cpus(text: str) -> list[int]:
 
 
 def publish_binding(num_ranks: int) -> None:
-    """Sets `SGLANG_CPU_OMP_THREADS_BIND` for the processes to come, unless the user has set it."""
+    """Sets `SGLANG_CPU_OMP_THREADS_BIND` for processes that start later, unless the user has set it."""
     global _last_set
     current = os.environ.get(BIND_VARIABLE)
     if current and current != _last_set:
@@ -75,9 +75,9 @@ def publish_binding(num_ranks: int) -> None:
 
 
 def bind_rank(rank: int) -> None:
-    """Binds this process to its CPUs and gives torch one thread for each; OMP_NUM_THREADS wins for the number.
+    """Binds this process to its CPUs and gives torch one thread per CPU, unless OMP_NUM_THREADS is set.
 
-    Does nothing where the variable is unset or "all", or has no entry for this rank.
+    Does nothing if the variable is unset or "all", or has no entry for this rank.
     """
     groups = os.environ.get(BIND_VARIABLE, "all").split("|")
     if groups == ["all"] or rank >= len(groups):

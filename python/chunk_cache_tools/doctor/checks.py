@@ -1,4 +1,4 @@
-"""Check: one thing that was looked at; `print_checks`, `as_json`, `refused_check` (an error as a check)."""
+"""Check: the result of one check; `print_checks`, `as_json`, `refused_check` (turns an error into a check)."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from chunk_cache.errors import one_line
 
 @dataclass(frozen=True)
 class Check:
-    """What was found.
+    """The result of one check.
 
     Attributes:
-        name: what was looked at.
+        name: what was checked.
         found: one sentence.
         remedy: one sentence; empty = there is nothing to do.
-        cause: one of `compare.Cause`, or a reason of `chunk_cache.types`, where the check says why something is not
-            reused; else empty.
+        cause: why something is not reused: a `comparison.Cause`, or one of `chunk_cache.types.REASONS`; empty if the
+            check does not say that.
     """
 
     name: str
@@ -30,14 +30,14 @@ class Check:
 
 
 def refused_check(name: str, error: Exception) -> Check:
-    """A failure; the message of `error` is `<problem>; <remedy>`, as all of ours are."""
+    """A failed check; `error` has a message of the form `<problem>; <remedy>`, like all errors of this project."""
     message = one_line(error)
     problem, separator, remedy = message.rpartition("; ")
     return Check(name, Level.FAILURE, problem if separator else message, remedy if separator else "")
 
 
 def print_checks(checks: Sequence[Check]) -> None:
-    """One line each, and one below it for the remedy."""
+    """Prints one line per check, and a second one if it has a remedy."""
     width = max(len(check.name) for check in checks)
     for check in checks:
         cause = f"{check.cause}: " if check.cause else ""
@@ -47,5 +47,5 @@ def print_checks(checks: Sequence[Check]) -> None:
 
 
 def as_json(checks: Sequence[Check]) -> str:
-    """The list of them."""
+    """The checks as a JSON list."""
     return json.dumps([asdict(check) for check in checks], indent=2, ensure_ascii=False)

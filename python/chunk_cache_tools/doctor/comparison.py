@@ -1,7 +1,7 @@
-"""Why a request reuses nothing of earlier ones: `compare` gives a check for its head and for each of its chunks.
+"""Comparison: why a request reuses nothing of earlier ones; `compare` checks its head and each of its chunks.
 
-Promise: what cannot be known from the prompts and from what the server has now is said to be unknown, not guessed. A
-request that has run has stored its chunks, so what the server has now is what the *next* request will find.
+Promise: what the prompts and the server's present state do not tell is reported as unknown, not guessed. A request that
+has run has stored its chunks, so the server's present state is what the *next* request will find.
 """
 
 from __future__ import annotations
@@ -67,12 +67,12 @@ def compare(
     page_size: int,
     discovers: bool = False,
 ) -> Iterator[Check]:
-    """What stands between `later` and what `earlier` requests left.
+    """Checks what keeps `later` from reusing the chunks that `earlier` requests left.
 
     Args:
-        stored: what the server has now of a chunk, by its key.
-        need: which variants the server gives to a request, whatever stands in front.
-        min_reuse_len, page_size: the server's.
+        stored: asks what the server has now of a chunk, by its key.
+        need: which variants the server gives to any request; each chunk's own context is added here.
+        min_reuse_len, page_size: settings of the server.
         discovers: whether the server looks for chunks in prompts without marks.
     """
     for request in (*earlier, later):
@@ -130,7 +130,7 @@ def _head(earlier: Request, later: Request, need: Need) -> Check:
 
 
 def _difference(earlier: Sequence[Request], later: Request, chunk: Piece) -> tuple[Cause, str] | None:
-    """What keeps a chunk apart from the most similar one of the earlier requests; None where nothing does."""
+    """How a chunk differs from the most similar chunk of the earlier requests; None if nothing prevents reuse."""
     if not earlier:
         return None
     same_ids = [request for request in earlier for one in request.chunks if one.ids == chunk.ids]
@@ -163,7 +163,7 @@ def _difference(earlier: Sequence[Request], later: Request, chunk: Piece) -> tup
 
 
 def _words(text: str) -> list[str]:
-    """The words of a chunk, without the signs at its end, which its tokens may leave out."""
+    """The words of a chunk, without the punctuation at its end, which its tokens may leave out."""
     core = text.strip()
     return core[: word_end(core)].split()
 
@@ -179,7 +179,7 @@ def _partition(request: Request) -> str:
 
 
 def _first_difference(a: str, b: str) -> str:
-    """`'one.' and 'one.\\n' at character 17`."""
+    """Words such as `'one.' and 'one.\\n' at character 17`."""
     place = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
     start = max(0, place - SHOWN_CHARS // 2)
     shown = (f"'{visible(text[start : place + SHOWN_CHARS])}'" for text in (a, b))
@@ -189,7 +189,7 @@ def _first_difference(a: str, b: str) -> str:
 def _store(
     name: str, later: Request, index: int, stored: Callable[[bytes, Need], Stored], need: Need, page_size: int
 ) -> Check:
-    """What the next request with this very chunk will find."""
+    """A check of what the next request with exactly this chunk will find."""
     if later.adapter is not None:
         return Check(name, Level.OK, "whether it is stored is unknown: chunks of an adapter cannot be asked for")
     found, length = stored(later.prompt.keys[index], need), later.prompt.length(index)

@@ -1,6 +1,6 @@
 """The command `chunk-cache doctor`: `main`.
 
-Promises: nothing is changed, neither here nor on the server; what is written to a tier is deleted.
+Promises: the command changes nothing, neither here nor on the server; what it writes to a tier is deleted.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PROG = "chunk-cache doctor"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Looks, prints what was found; returns the exit code."""
+    """Runs the checks and prints them; returns the exit code."""
     args = _parser().parse_args(argv)
     return exit_code(PROG, lambda: _run(args))
 
@@ -83,7 +83,7 @@ def _machine(args: argparse.Namespace) -> Iterator[Check]:
     from chunk_cache_tools.doctor.machine_checks import has_torch, machine_checks
 
     yield from machine_checks()
-    args.chunk_cache = True  # whether or not it was given with the flags that need it
+    args.chunk_cache = True  # the other flags are checked even without --chunk-cache
     try:
         options = from_flags(args)
     except StartRefused as error:

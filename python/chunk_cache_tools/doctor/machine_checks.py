@@ -26,11 +26,11 @@ load_plugins()
 from sglang_chunk_cache.start import hooks
 hooks.apply_hooks()
 print(len(hooks.HOOKS))
-"""  # in a process of its own: hooks stay where they were applied
+"""  # run in a separate process: hooks cannot be taken back
 
 
 def machine_checks() -> Iterator[Check]:
-    """Python, packages, hooks, and what the model would run on; the last two where a server is installed."""
+    """Checks of Python, packages and, if a server is installed, of the hooks and the device of the model."""
     yield _python()
     if not (has_torch() or importlib.util.find_spec("sglang")):
         found = "its packages are not installed: SGLang, torch and others; the tools run without them"
@@ -45,7 +45,7 @@ def machine_checks() -> Iterator[Check]:
 
 
 def has_torch() -> bool:
-    """Whether what a server computes with is installed."""
+    """Whether torch is installed."""
     return importlib.util.find_spec("torch") is not None
 
 
@@ -58,7 +58,7 @@ def _python() -> Check:
 
 
 def _packages(extra: str = SERVER) -> Iterator[Check]:
-    """SGLang and torch each, the others together."""
+    """Checks of the installed packages; those that fit share one check, except SGLang and torch."""
     fitting = []
     for wanted in requirements(extra):
         try:

@@ -1,4 +1,4 @@
-"""Request: one request as far as it decides what it may reuse; `read_requests` (of a user's files)."""
+"""Request: the parts of a request that decide what it may reuse; `read_requests` reads a user's files."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ JSON_ENDINGS = (".json", ".jsonl", ".log")
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of a prompt: its text, as its tokens spell it, and their ids."""
+    """A part of a prompt: its token ids, and the text that they stand for."""
 
     text: str
     ids: tuple[int, ...]
@@ -33,16 +33,16 @@ class Request:
     """One request.
 
     Attributes:
-        where: it came from.
-        text: the whole prompt; of a chat that marks nothing, its texts before the template.
-        head: what stands before the first chunk.
-        chunks: the marked chunks; empty = nothing is marked, or it is not read.
-        prompt: these as the server looks them up, in a partition of the cache without what an adapter adds.
+        where: file, or file and line, that it came from.
+        text: the whole prompt; for a chat without marks, the texts of its messages without the chat template.
+        head: the part before the first chunk.
+        chunks: the marked chunks; empty = nothing is marked, or the prompt is not read.
+        prompt: the chunks as the server looks them up; the adapter is left out of the partition.
         adapter: the LoRA adapter; None = there is none.
-        names_method: whether it names a method, a ratio or options, so that no length is too short.
-        mode: that it asks for.
-        unused: its marks that are not used, by path, each with the reason.
-        unread: what it has for which only the server can write its prompt; empty = it is read.
+        names_method: whether the request names a method, a ratio or options, so that no chunk is too short.
+        mode: mode that the request asks for.
+        unused: marks that are not used, by path, with the reason.
+        unread: the part of the body for which only the server can write the prompt; empty = the prompt is read.
     """
 
     where: str
@@ -62,13 +62,13 @@ class Request:
 
 
 def read_requests(paths: Sequence[str], tokenizer: Any, flags: MarkFlags) -> list[Request]:
-    """The requests of files, in their order: a text is one prompt, a JSON file has one request on each line.
+    """The requests in files, in order: a text file is one prompt, a JSON file has one request on each line.
 
     Args:
-        tokenizer, flags: the server's.
+        tokenizer, flags: those of the server.
 
     Raises:
-        ChunkCacheRequestError: a file cannot be read, or a request is not one.
+        ChunkCacheRequestError: a file cannot be read, or a request is malformed.
     """
     return [_request(where, value, tokenizer, flags) for path in paths for where, value in _values(path)]
 
@@ -110,7 +110,7 @@ def _request(where: str, value: Mapping[str, Any], tokenizer: Any, flags: MarkFl
 
 
 def _check_not_empty(value: Mapping[str, Any], tokenizer: Any, where: str) -> None:
-    """Checks that a prompt without marks has tokens, as the server does; a chat has those of its template."""
+    """Checks that a prompt without marks has tokens, as the server does; a chat always has those of its template."""
     for name in ("text", "prompt", "input_ids"):
         found = value.get(name)
         ids = tokenizer.encode(found) if isinstance(found, str) else found
@@ -119,7 +119,7 @@ def _check_not_empty(value: Mapping[str, Any], tokenizer: Any, where: str) -> No
 
 
 def _texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
-    """What each token adds to the text."""
+    """The text that each token adds."""
     return [text if text != CONTINUED else "" for text in token_texts(tokenizer, ids)]
 
 
@@ -137,7 +137,7 @@ def _unmarked_text(value: Mapping[str, Any], tokenizer: Any) -> str:
 
 
 def _name(value: Mapping[str, Any], field: str, where: str) -> str | None:
-    """A field that names a part of the cache; as in SGLang, an empty one is none."""
+    """The value of a field that selects a part of the cache; None if it is empty, as in SGLang."""
     name = value.get(field) or None
     if name is not None and not isinstance(name, str):
         raise request_error(f"{where}: {field}", "not a string", "give one request per line")

@@ -1,7 +1,7 @@
-"""Checks of a running server: `server_checks`; `DoctorClient` asks it, and changes nothing of it.
+"""Checks of a running server: `server_checks`. `DoctorClient` sends the requests, which change nothing on the server.
 
-Verbs of the client: `info`, `stats`, `chunk_counts` (marked chunks by status and reason), `stored` (what it has of one
-chunk).
+Verbs of the client: `info`, `stats`, `chunk_counts` (marked chunks by status and reason), `stored` (what the server has
+of one chunk).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from chunk_cache_tools.server_client import ServerClient
 
 REUSED = ("hit", "prefix")
 Counts = Counter[tuple[str, str]]
-"""Chunks by (status, reason); the reason is `none` where there is none."""
+"""Number of chunks by (status, reason); the reason is `none` if there is none."""
 
 
 @dataclass(frozen=True)
@@ -34,10 +34,10 @@ class Stored:
     """What a server has of one chunk.
 
     Attributes:
-        tokens: leading ones that are in the KV pool, in a variant that the request may be given.
-        kinds: of all variants that it may be given.
+        tokens: most leading tokens in the KV pool of a variant that the request may be given.
+        kinds: kinds of all variants in the pool that the request may be given.
         below: tiers below the pool that are known to have a variant.
-        reason: why there are no tokens, one of `chunk_cache.types`.
+        reason: why there are no tokens, one of `chunk_cache.types.REASONS`.
     """
 
     tokens: int = 0
@@ -48,7 +48,7 @@ class Stored:
 
 @dataclass(frozen=True)
 class ToldVariant:
-    """What a server tells of one variant."""
+    """One variant, as a server describes it."""
 
     tokens: int
     kind: str
@@ -60,7 +60,7 @@ class ToldVariant:
 
     @classmethod
     def of(cls, told: Mapping[str, Any]) -> ToldVariant:
-        """From JSON."""
+        """Reads the server's JSON."""
         context = tuple(map(bytes.fromhex, told["context"]))
         kind, system = told["kind"], bytes.fromhex(told["system"])
         return cls(told["stored_tokens"], kind, told["generation"], kind == "prepared", system, context)
@@ -76,16 +76,16 @@ class DoctorClient(ServerClient):
 
     @cached_property
     def stats(self) -> dict[str, Any]:
-        """See docs/admin.md."""
+        """State of the chunk cache (docs/admin.md)."""
         return self.ask("GET", "/chunk_cache/stats")
 
     def chunk_counts(self) -> Counts | None:
-        """Since the server was started; None where it does not count."""
+        """Counts since the start of the server; None if it does not count (no metrics)."""
         response = self._look("/metrics")
         return None if response.status_code == HTTPStatus.NOT_FOUND else count_chunks(response.text)
 
     def stored(self, key: bytes, need: Need) -> Stored:
-        """What it has of a chunk for a prompt that needs it there."""
+        """What the server has of a chunk that a prompt may use, by its `Need`."""
         response = self._look(f"/chunk_cache/variants?key={key.hex()}")
         if response.status_code == HTTPStatus.NOT_FOUND:
             error = response.json()["error"]
@@ -94,7 +94,7 @@ class DoctorClient(ServerClient):
         return stored_of([ToldVariant.of(one) for one in found["variants"]], tuple(found["tiers"]), need)
 
     def _look(self, path: str) -> httpx.Response:
-        """A good answer, or a 404."""
+        """The response to a GET, whose status is a success or 404."""
         with self._told():
             response = self.http.get(path, follow_redirects=True)
         if response.status_code != HTTPStatus.NOT_FOUND:
@@ -103,7 +103,7 @@ class DoctorClient(ServerClient):
 
 
 def stored_of(variants: Sequence[ToldVariant], below: tuple[str, ...], need: Need) -> Stored:
-    """What a prompt may be given of the variants of a chunk; as `ChunkIndex.best` says it."""
+    """What a prompt may be given of the variants of a chunk, by the rules of `ChunkIndex.best`."""
     allowed, obstacle = need.sort_out(variants)
     there = [one for one in allowed if one.tokens]
     if there:
@@ -112,7 +112,7 @@ def stored_of(variants: Sequence[ToldVariant], below: tuple[str, ...], need: Nee
 
 
 def count_chunks(text: str) -> Counts:
-    """The counter of chunks in the text of `/metrics`, of all its processes."""
+    """The counts of chunks in the text of `/metrics`, summed over processes."""
     counts: Counts = Counter()
     with suppress(ValueError, KeyError):  # some page, of no SGLang server; what is asked next says so
         for family in text_string_to_metric_families(text):
@@ -123,10 +123,10 @@ def count_chunks(text: str) -> Counts:
 
 
 def server_checks(client: DoctorClient, counts: Counts | None) -> Iterator[Check]:
-    """Version, options, tiers and reuse.
+    """Checks of version, options, tiers and reuse.
 
     Args:
-        counts: of the requests that are judged; None = the server does not count.
+        counts: chunks of the requests that are judged; None = the server does not count.
     """
     yield _version(client.info)
     yield _options(client)
@@ -159,7 +159,7 @@ def _options(client: DoctorClient) -> Check:
 
 
 def tier_checks(rank: Mapping[str, Any]) -> Iterator[Check]:
-    """The tiers of one scheduler process."""
+    """Checks of the tiers of one scheduler process."""
     if rank.get("disabled"):
         yield Check("tiers", Level.FAILURE, f"off because {rank['disabled']}", "start the server anew")
     for name, tier in rank["tiers"].items():
@@ -180,7 +180,7 @@ def tier_checks(rank: Mapping[str, Any]) -> Iterator[Check]:
 
 
 def reuse_checks(counts: Counts | None, separator: str) -> Iterator[Check]:
-    """How many chunks were reused, and for each reason that one was not, how often and what to do."""
+    """Checks of how many chunks were reused; for each reason why chunks were not, how often and what to do."""
     if counts is None:
         yield Check("reuse", Level.WARNING, "the server does not count", "start it with --enable-metrics")
         return

@@ -1,4 +1,4 @@
-"""Checks of the tiers of a configuration: can this machine write to them and read back, and how fast; `try_tiers`."""
+"""Checks of the tiers of a configuration: whether this machine can write and read them, and how fast; `try_tiers`."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 
 NUM_TOKENS = 256
 FINGERPRINT = Fingerprint("doctor", "uint8", num_layers=8, kv_heads=8, head_dim=128, v_head_dim=128, rotary="doctor")
-"""Fingerprint of no model, so that no server finds what is written here."""
+"""Fingerprint that no model has, so that no server finds what is written here."""
 TIMEOUT_S = 5.0
 
 
 def try_tiers(config: Config) -> list[Check]:
-    """One for each tier that is asked for; 4 MiB are written to it, read back and deleted."""
+    """One check for each configured tier; 4 MiB are written to it, read back and deleted."""
     asked_for = {} if config.tiers is None else config.tiers.asked_for()
     return [_check(name, value) for name, value in asked_for.items()]
 
@@ -57,7 +57,7 @@ def _check(name: str, value: Any) -> Check:
 
 
 def _try(medium: Medium) -> tuple[float, float]:
-    """Seconds of a write and of a read."""
+    """Writes, reads and deletes one variant; returns the seconds of the write and of the read."""
     shape = (FINGERPRINT.num_layers, NUM_TOKENS, FINGERPRINT.kv_heads, FINGERPRINT.head_dim)
     k, v = (torch.randint(256, shape, dtype=torch.uint8) for _ in range(2))
     info = VariantInfo(
@@ -80,7 +80,7 @@ def _try(medium: Medium) -> tuple[float, float]:
 
 @contextmanager
 def _leaving_nothing(name: str, value: Any) -> Iterator[None]:
-    """What a medium makes beside its entries is gone behind it: folders, and a description of the fingerprint."""
+    """Removes on exit what a medium makes beside its entries: folders, and a description of the fingerprint."""
     root = Path(value.path) if name == "disk" else None
     made = [] if root is None else [folder for folder in (root, *root.parents) if not folder.exists()]
     try:
@@ -88,9 +88,9 @@ def _leaving_nothing(name: str, value: Any) -> Iterator[None]:
     finally:
         if root is not None:
             shutil.rmtree(root / FINGERPRINT.digest, ignore_errors=True)
-            with suppress(OSError):  # somebody else uses it by now, or it was not made
+            with suppress(OSError):  # another process uses the folder by now, or it was not made
                 for folder in made:
                     folder.rmdir()
         elif name == "remote":
-            with suppress(Exception):  # it was told already why the store cannot be reached
+            with suppress(Exception):  # the check already says why the store cannot be reached
                 connect(value.url, TIMEOUT_S).delete(f"chunk_cache:{FINGERPRINT.digest}:fingerprint")

@@ -1,6 +1,6 @@
 """Asked conditions: the methods that one prompt is explained under, with their ratios and options.
 
-Verbs: `asked_conditions` (of the command line's flags), `parse_options` (the object of `--options`).
+Verbs: `asked_conditions` (reads the flags of the command line), `parse_options` (reads the object of `--options`).
 """
 
 from __future__ import annotations
@@ -15,14 +15,16 @@ from chunk_cache_tools.conditions import Condition, check_ratio, parse_method
 
 
 def asked_conditions(texts: Sequence[str], ratio: float | None, options: Mapping[str, Any]) -> list[Condition]:
-    """One condition per text, or one per method that any server has where there is no text.
+    """One condition per text; without texts, one per method that needs no selector.
 
     Args:
-        ratio: of the methods that name none; None leaves it to the server.
-        options: given to every method that knows them, unless it names the option itself.
+        texts: methods, as `parse_method` reads them.
+        ratio: ratio of the methods whose text names none; None leaves it to the server.
+        options: given to every method that knows them; options in a text win.
 
     Raises:
-        ChunkCacheRequestError: a text is malformed, a method or an option is unknown, or a value is out of range.
+        ChunkCacheRequestError: a text is malformed or given twice, a method or an option is unknown, or a value is out
+            of range.
     """
     check_ratio(ratio, "--ratio")
     specs = [parse_method(text, options) for text in texts or METHODS_OF_ANY_SERVER]
@@ -38,7 +40,7 @@ def asked_conditions(texts: Sequence[str], ratio: float | None, options: Mapping
 
 
 def parse_options(text: str) -> dict[str, Any]:
-    """The object of `--options`.
+    """Reads the object of `--options`.
 
     Raises:
         ChunkCacheRequestError: it is not a JSON object.

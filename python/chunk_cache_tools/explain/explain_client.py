@@ -1,7 +1,7 @@
 """ExplainClient: the requests that an explanation needs, sent to a running server.
 
-Verbs: `tokenizer_path` (of the server's model), `prime` (each chunk behind the text before the first one, so that it
-is in the store), `explain` (the whole prompt under one method).
+Verbs: `tokenizer_path` (of the server's model), `prime` (has each chunk computed behind the head, so that it is
+stored), `explain` (asks the whole prompt under one method). The head is the text before the first chunk.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ class ExplainClient(ServerClient):
     """See the head of this file. All its verbs raise as `ServerClient.send`.
 
     Args:
-        separator: that marks chunks on this server.
-        extra_key: partition of the cache for all requests; None = that of requests without one.
+        separator: the text that marks chunks on this server.
+        extra_key: `extra_key` of all requests, which selects a partition of the cache; None = none.
     """
 
     def __init__(self, url: str, api_key: str | None, separator: str, extra_key: str | None) -> None:
@@ -30,7 +30,7 @@ class ExplainClient(ServerClient):
         self._extra_key = extra_key
 
     def tokenizer_path(self) -> str:
-        """Where the server has its tokenizer from: a folder on its machine, or a name."""
+        """The tokenizer of the server: a folder on its machine, or a name."""
         info = self.ask("GET", "/model_info")
         path = info.get("tokenizer_path") or info.get("model_path")
         if not path:
@@ -38,7 +38,7 @@ class ExplainClient(ServerClient):
         return str(path)
 
     def prime(self, marked: MarkedText) -> None:
-        """Has every chunk computed, once each, behind the text before the first one."""
+        """Has every different chunk computed once, behind the head."""
         for chunk in dict.fromkeys(marked.chunks):
             self._generate((marked.pieces[0], chunk, ""), {"mode": "auto"}, 0)
 

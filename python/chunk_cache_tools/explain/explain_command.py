@@ -40,7 +40,7 @@ ENDINGS = (".png", ".svg", PAGE)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Asks, prints the table, writes the pictures; returns the exit code."""
+    """Asks the server, prints the table, writes the pictures; returns the exit code."""
     args = _parser().parse_args(argv)
     return exit_code(PROG, lambda: _run(args), where=f"--url {args.url}: ")
 
@@ -141,14 +141,14 @@ def _local_tokens(args: argparse.Namespace) -> PromptTokens:
 
 
 def _ask(args: argparse.Namespace) -> tuple[PromptTokens, list[Explanation], list[str]]:
-    """Prompt, one explanation per method, and notes."""
+    """Asks the server; returns the prompt, one explanation per method, and notes."""
     if args.prompt is None:
         raise request_error("--prompt", "missing", "give a text file, or kept replies by --replies")
     if args.max_new_tokens < 1:
         raise request_error("--max-new-tokens", "below 1", "give 1 or more")
     conditions = asked_conditions(args.methods, args.ratio, parse_options(args.options))
     marked = read_prompt(args.prompt, args.separator)
-    # What earlier requests left behind would give the methods a prompt that is known already.
+    # In a new partition the methods do not find KV that earlier requests left there.
     extra_key = uuid.uuid4().hex if args.prime and args.extra_key is None else args.extra_key
     with ExplainClient(args.url, args.api_key, args.separator, extra_key) as client:
         tokenizer = load_tokenizer(args.tokenizer or client.tokenizer_path())
@@ -166,7 +166,7 @@ def _ask(args: argparse.Namespace) -> tuple[PromptTokens, list[Explanation], lis
 def _ask_all(
     client: ExplainClient, marked: MarkedText, conditions: Sequence[Condition], args: argparse.Namespace, bar: Any
 ) -> tuple[list[tuple[str, dict[str, Any]]], list[str]]:
-    """Labelled replies. A method that the user did not name may be refused, and is then only noted."""
+    """Labelled replies, and notes about refused methods; raises if the user named them, or if all are refused."""
     answers = []
     refused: list[str] = []
     for condition in conditions:

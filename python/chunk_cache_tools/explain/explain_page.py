@@ -1,7 +1,7 @@
 """Page: an explanation as one HTML file, without scripts and without anything from the network.
 
-Verb: `write`. Below the table of methods stands the prompt, line by line; each line once per method, its tokens as text
-on the colour of their state. Pointing at a token tells its position and state.
+Verb: `write`. The page has the table of methods, and below it the prompt line by line. Each line is shown once per
+method, with each token on the colour of its state; pointing at a token shows its position and state.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def write(
 
 
 def render(tokens: PromptTokens, explanations: Sequence[Explanation], shown: Span, title: str) -> str:
-    """The page as text; everything that comes from outside is escaped."""
+    """The page as HTML; all text from outside is escaped."""
     states = {state: index for index, state in enumerate(_states(explanations, shown))}
     num_layers = num_layers_of(explanations)
     colours = "".join(f".s{i} {{ background: {colour_of(state, num_layers)}; }}\n" for state, i in states.items())

@@ -1,7 +1,7 @@
 """Layout: a prompt's tokens as lines of cells, the same for every method and for every kind of picture.
 
-Verbs: `segments` (the prompt cut at its chunks), `lay_out` (a range of it, wrapped). Positions count tokens, widths
-count characters of a font in which all are equally wide. A segment begins a new line.
+Verbs: `segments` (cuts the prompt at its chunks), `lay_out` (wraps a range of it into lines). Positions count tokens,
+widths count characters of a monospaced font. A segment begins a new line.
 
     | head | chunk 0 | chunk 1 | text | chunk 2 | question |
 """
@@ -40,7 +40,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Line:
-    """Cells side by side; `is_first`: no line before it shows the same segment."""
+    """Cells side by side; `is_first`: it is the first line of its segment that is shown."""
 
     segment: Segment
     cells: tuple[Cell, ...]
@@ -65,7 +65,7 @@ def lay_out(tokens: PromptTokens, shown: Span, max_width: int, cell_width: float
     """The tokens `[shown[0], shown[1])` as lines of at most `max_width` characters.
 
     Args:
-        cell_width: of all cells, which then have no text; None = as wide as the text, and one character of space.
+        cell_width: width of all cells, which then have no text; None = as wide as the text, plus one character.
     """
     lines: list[Line] = []
     for segment in segments(tokens.spans, len(tokens.texts)):
@@ -87,7 +87,7 @@ def lay_out(tokens: PromptTokens, shown: Span, max_width: int, cell_width: float
 
 
 def text_width(text: str) -> int:
-    """Width in characters; signs of East Asia take two, and marks above a letter none."""
+    """Width in characters; wide East Asian characters take two, combining marks none."""
     return sum(_char_width(char) for char in text)
 
 

@@ -1,7 +1,7 @@
 """Palette: the colour and the words of each state, the same in every picture.
 
-Colours are those of Okabe and Ito (2008), told apart with any kind of colour vision. A row that was dropped is the
-darker, the more layers it was part of.
+Colours are those of Okabe and Ito (2008), which people with any kind of colour vision can tell apart. A dropped row is
+darker if it was part of more layers.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ MAX_LEGEND_LAYERS = 4
 
 
 def colour_of(state: TokenState, num_layers: int) -> str:
-    """`#rrggbb`.
+    """The colour of a state, as `#rrggbb`.
 
     Args:
-        num_layers: of the model, for the shade of a dropped row.
+        num_layers: layers of the model, for the shade of a dropped row.
     """
     if state.layer is None:
         return COLOURS[state.kind]
@@ -36,14 +36,14 @@ def words_of(state: TokenState) -> str:
 
 
 def num_layers_of(explanations: Sequence[Explanation]) -> int:
-    """Layers of the model as far as the replies tell, at least one more than the last at which a row was dropped."""
+    """Number of layers of the model, as far as the replies tell; above every layer at which a row was dropped."""
     told = [len(one.rows_per_layer) for one in explanations]
     dropped = [state.layer + 1 for one in explanations for state in one.states if state.layer is not None]
     return max([1, *told, *dropped])
 
 
 def legend(explanations: Sequence[Explanation], shown: Span) -> list[TokenState]:
-    """The states that occur among the positions `shown`, in the order of `Kind`; of many layers only some."""
+    """The states of the positions `shown`, in the order of `Kind`; of many layers of dropped rows only some."""
     states = {state for one in explanations for state in one.states[shown[0] : shown[1]]}
     layers = sorted(state.layer for state in states if state.layer is not None)
     if len(layers) > MAX_LEGEND_LAYERS:

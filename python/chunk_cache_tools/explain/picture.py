@@ -1,8 +1,8 @@
 """Picture: an explanation as PNG or SVG, drawn by matplotlib.
 
-Verb: `draw`. Every line of the prompt shows its tokens once and below them one band per method, so that methods are
-compared token by token. Of a range of more than `MAX_READABLE_TOKENS` only the bands are drawn. All lengths are in
-points (1/72 inch), y grows downwards.
+Verb: `draw`. Every line of the prompt shows its tokens once and below them one band per method, so that methods can be
+compared token by token. If the range has more than `MAX_READABLE_TOKENS`, only the bands are drawn. All lengths are in
+points (1/72 inch), and y grows downwards.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ OVERVIEW_CELL_CHARS = 0.5
 DPI = 130
 MAX_HEIGHT = 14_400.0  # 26,000 pixels; matplotlib draws at most 2 ** 16
 MONO = "DejaVu Sans Mono"  # comes with matplotlib
-# Looked for on the machine, for signs that it lacks.
+# Fonts for characters that MONO lacks, if they are installed.
 MORE_FONTS = ("Noto Sans Mono CJK SC", "Noto Sans CJK SC", "Noto Sans CJK JP", "WenQuanYi Zen Hei", "Unifont")
 
 FONT_SIZE = 7.0
-CHAR = 0.602 * FONT_SIZE  # the advance of every sign of the font
+CHAR = 0.602 * FONT_SIZE  # advance width of every character of the font
 TEXT_HEIGHT = 10.5
 BAND_HEIGHT = 7.0
 LINE_GAP = 7.0
@@ -46,7 +46,7 @@ MARGIN = 12.0
 LEGEND_SPACE = 5
 MAX_LABEL_CHARS = 30
 MAX_COLUMN_CHARS = 84
-ASCENT = 0.78 * TEXT_HEIGHT  # of the baseline, below the upper edge of a line
+ASCENT = 0.78 * TEXT_HEIGHT  # from the upper edge of a line down to its baseline
 QUIET = "#555555"
 ZOOM = "zoom by --tokens START:END, or write .html"
 CUT = "\u2026"
@@ -54,7 +54,7 @@ CUT = "\u2026"
 
 @dataclass(frozen=True)
 class _Frame:
-    """Where things stand: `left` of the tokens, the height of one line of them, and how many bands it has."""
+    """Layout of the lines of tokens: where they begin, how many bands each has, and whether tokens have text."""
 
     left: float
     num_bands: int
@@ -72,7 +72,7 @@ def draw(
     shown: Span,
     title: str = "What became of each token of the prompt",
 ) -> list[str]:
-    """Writes a PNG or an SVG, by the ending of `path`; returns sentences about what it cannot show.
+    """Writes a PNG or an SVG, by the ending of `path`; returns notes about what the picture cannot show.
 
     Args:
         shown: the range of prompt positions.
@@ -97,7 +97,7 @@ def draw(
     if height > MAX_HEIGHT:
         problem = f"{shown[1] - shown[0]} tokens of {len(explanations)} methods are too many for one picture"
         raise request_error(f"--out {path}", problem, ZOOM)
-    # Hinting would round the advance of each sign to pixels.
+    # Hinting would round the advance of each character to pixels.
     style: Any = {"font.family": [MONO, *_more_fonts()], "font.size": FONT_SIZE, "text.hinting": "no_hinting"}
     with rc_context(style), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing from font")  # `_font_note` says it better
@@ -112,7 +112,7 @@ def draw(
 
 
 def _head(explanations: Sequence[Explanation]) -> tuple[list[str], list[int]]:
-    """The tables as lines of text, and the numbers of those that name columns."""
+    """The tables as lines of text, and the indices of the lines with column names."""
     lines: list[str] = []
     name_lines = []
     for table in tables(explanations):
@@ -136,7 +136,7 @@ def _cut(text: str, num_chars: int) -> str:
 
 
 def _advance(line: Line, frame: _Frame) -> float:
-    """Height of a line with what stands above it."""
+    """Height of a line, with the gap and, if it is the first, the head of its segment."""
     return frame.line_height + LINE_GAP + (TEXT_HEIGHT + SEGMENT_GAP if line.is_first else 0.0)
 
 
@@ -149,7 +149,7 @@ def _draw_head(axes: Axes, title: str, subtitle: str, table: Sequence[str], name
 
 
 def _wrap_legend(states: Sequence[TokenState]) -> list[list[TokenState]]:
-    """The states in lines that are not wider than the tokens."""
+    """The states of the legend, wrapped into lines not wider than those of the tokens."""
     lines: list[list[TokenState]] = [[]]
     used = 0
     for state in states:
@@ -215,7 +215,7 @@ def _draw_cells(
     colours: Sequence[str],
     edge_width: float = 0.5,
 ) -> None:
-    """Filled boxes (left, top, width, height), with a white edge."""
+    """Draws filled boxes (left, top, width, height) with a white edge."""
     corners = [[(x, y), (x + w, y), (x + w, y + h), (x, y + h)] for x, y, w, h in boxes]
     axes.add_collection(
         PolyCollection(corners, facecolors=colours, edgecolors="white", linewidths=edge_width), autolim=False
@@ -223,7 +223,7 @@ def _draw_cells(
 
 
 def _write(axes: Axes, x: float, y: float, text: str, **style: object) -> None:
-    """Text on a line whose upper left corner is (x, y); a dollar sign is a dollar sign."""
+    """Writes text on a line whose upper left corner is (x, y); dollar signs do not start a formula."""
     axes.text(x, y + ASCENT, text, va="baseline", parse_math=False, **style)  # type: ignore[arg-type]
 
 

@@ -1,7 +1,7 @@
 """Saved replies: one JSON object per line, so that a picture can be drawn again without a server.
 
-Verbs: `save` writes `{"label", "tokens", "reply"}` lines; `load` reads them back, and bare replies of `/generate` too,
-as a program of one's own may have kept them; those need their prompt and a tokenizer.
+Verbs: `save` writes `{"label", "tokens", "reply"}` lines; `load` reads them back. It also reads bare replies of
+`/generate`, which another program may have kept; these need their prompt and a tokenizer.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ def explain_reply(label: str, reply: Mapping[str, Any], tokens: PromptTokens, pa
     """The explanation in a reply of `/generate`, checked against the prompt's tokens.
 
     Args:
-        label: empty = the reply's own method and ratio.
+        label: name of the method in pictures; empty = the method and ratio that the reply gives.
         path: where the reply came from, for messages.
 
     Raises:
-        ChunkCacheRequestError: it explains nothing, or speaks of another prompt.
+        ChunkCacheRequestError: the reply has no explanation, or is about another prompt.
     """
     meta_info = reply.get("meta_info")
     one = explain(label, str(reply.get("text", "")), meta_info and meta_info.get(_KEY), path)
@@ -57,7 +57,7 @@ def load(path: str, read_tokens: Callable[[], PromptTokens] | None) -> tuple[Pro
         read_tokens: gives the prompt's tokens where the lines have none.
 
     Raises:
-        ChunkCacheRequestError: the file cannot be read, a line is no reply, or the lines speak of different prompts.
+        ChunkCacheRequestError: the file cannot be read, a line is no reply, or lines are about different prompts.
     """
     tokens: PromptTokens | None = None
     explanations = []
@@ -86,7 +86,7 @@ def load(path: str, read_tokens: Callable[[], PromptTokens] | None) -> tuple[Pro
 def _read_lines(path: str) -> list[tuple[int, dict[str, Any]]]:
     where = f"--replies {path}"
     try:
-        lines = Path(path).read_text(encoding="utf-8").split("\n")  # the texts may hold other line ends
+        lines = Path(path).read_text(encoding="utf-8").split("\n")  # not splitlines: texts may hold other line ends
     except OSError as error:
         problem = f"cannot be read ({error.strerror})"
         raise request_error(where, problem, "give a file written with --save") from None

@@ -1,4 +1,4 @@
-"""Prompt: a marked text, its token ids and its tokens as people read them.
+"""Prompt: a marked text, and its tokens as people read them.
 
 Verbs: `read_prompt` (from a file), `tokenize`, `token_texts` and `visible` (readable tokens).
 """
@@ -18,7 +18,7 @@ from chunk_cache.prompt.marks import MarkedText, split_marked
 from chunk_cache.types import Span
 
 CONTINUED = "\u22ef"
-"""Stands for a token that is a further part of the character before it."""
+"""Text of a token that continues the character of the token before it."""
 
 _BAD_CHAR = "\ufffd"
 _MAX_CHAR_TOKENS = 4  # a character is at most four bytes of UTF-8
@@ -28,7 +28,7 @@ _VISIBLE = {"\n": "\u21b5", "\t": "\u21e5", "\r": "\u240d", "\u00a0": " "}
 
 @dataclass(frozen=True)
 class PromptTokens:
-    """A prompt as the model is given it.
+    """The tokens of a prompt.
 
     Attributes:
         texts: one readable text per token.
@@ -40,10 +40,10 @@ class PromptTokens:
 
 
 def read_prompt(path: str, separator: str) -> MarkedText:
-    """The text of a file, or of the standard input for `-`; one line break at its end is left out, as editors add it.
+    """The text of a file, or of standard input for `-`; a line break at its end, which editors add, is left out.
 
     Raises:
-        ChunkCacheRequestError: it cannot be read, or marks no chunk.
+        ChunkCacheRequestError: the text cannot be read, or marks no chunk.
     """
     where = f"--prompt {path}"
     try:
@@ -72,7 +72,7 @@ def tokenize(tokenizer: Any, marked: MarkedText) -> PromptTokens:
 
 
 def token_texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
-    """One text per id. Where several make one character, the first has it and the others are `CONTINUED`."""
+    """One text per id. If several tokens make one character, the first gets it and the others are `CONTINUED`."""
     texts: list[str] = []
     while len(texts) < len(ids):
         begin = len(texts)
@@ -96,7 +96,7 @@ def _token_text(tokenizer: Any, token_id: int) -> str:
 
 
 def visible(text: str) -> str:
-    """The text with its line breaks as signs and its other control characters as escapes; spaces stay."""
+    """The text with symbols for line breaks and tabs, and escapes for other control characters; spaces stay."""
     return "".join(_visible_char(char) for char in text)
 
 

@@ -1,7 +1,7 @@
 """States: what became of each token of a prompt, and `Explanation`, all that one reply says.
 
-Verbs: `classify` (reply -> one state per token), `explain` (reply -> `Explanation`). Promise: the states agree with
-the reply's own counts, or it is refused; the ranges are those drawn in `chunk_cache.plan.recompute_plan`.
+Verbs: `classify` (reply -> one state per token), `explain` (reply -> `Explanation`). Promise: a reply whose states
+contradict its own counts is refused. The token ranges are those drawn in `chunk_cache.plan.recompute_plan`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ASK_REMEDY = 'ask /generate with "explain": true and marked chunks'
 
 @dataclass(frozen=True, slots=True)
 class TokenState:
-    """One token under one method; `layer` is the layer before whose attention a dropped row left, else None."""
+    """One token under one method; `layer`: a dropped row left the forward before the attention of this layer."""
 
     kind: Kind
     layer: int | None = None
@@ -34,7 +34,7 @@ class Explanation:
     """One method's reply.
 
     Attributes:
-        label: how the method is called in pictures.
+        label: name of the method in pictures.
         reply: the object `meta_info["chunk_cache"]`.
         answer: the text that was generated.
         states: one per token of the prompt.
@@ -52,7 +52,7 @@ class Explanation:
 
     @property
     def rows_per_layer(self) -> tuple[int, ...]:
-        """Recomputed rows at each layer; empty where the method chose before the forward."""
+        """Number of recomputed rows at each layer; empty if the method chose before the forward."""
         selection = self.reply.get("selection")
         return tuple(selection["rows_per_layer"] or ()) if selection else ()
 
@@ -63,10 +63,10 @@ def explain(label: str, answer: str, reply: object, path: str) -> Explanation:
     Args:
         label, answer: as in `Explanation`.
         reply: the object `meta_info["chunk_cache"]`, decoded.
-        path: where it came from, for messages.
+        path: where the reply came from, for messages.
 
     Raises:
-        ChunkCacheRequestError: it does not hold what a reply with `"explain": true` holds.
+        ChunkCacheRequestError: the reply lacks fields that a reply with `"explain": true` has, or is damaged.
     """
     if not isinstance(reply, Mapping):
         raise request_error(path, "no object chunk_cache in the reply", ASK_REMEDY)
@@ -83,11 +83,11 @@ class InconsistentReply(ValueError):
 
 
 def classify(reply: Reply) -> tuple[TokenState, ...]:
-    """The state of each token of the prompt that a reply speaks of; `[prompt_len]`.
+    """The state of each token of the prompt of a reply; `[prompt_len]`.
 
     Raises:
         KeyError: a field is missing.
-        InconsistentReply: positions lie outside of what was brought in, or counts do not fit.
+        InconsistentReply: positions lie outside the reused part of their chunk, or counts do not add up.
     """
     num_prefix, num_reused, num_computed = (reply[f"{kind}_tokens"] for kind in ("prefix", "reused", "computed"))
     states = [TokenState(Kind.PREFIX)] * num_prefix + [TokenState(Kind.COMPUTED)] * (num_reused + num_computed)
@@ -118,7 +118,7 @@ def _set_states(states: list[TokenState], positions: Sequence[int], state: Token
 
 
 def differing(explanations: Sequence[Explanation]) -> list[str]:
-    """Labels of those that found other things in the store than the first did; then a comparison means little."""
+    """Labels of the methods that found other chunks stored than the first did; comparing them means little."""
 
     def found(one: Explanation) -> tuple[int, int, list[str]]:
         reply = one.reply

@@ -1,7 +1,7 @@
-"""Summary: what each method did, in words and figures; `tables`, `chunk_words`, `unranked`, and
+"""Summary: what each method did, in words and numbers; `tables`, `chunk_words`, `unranked`, and
 `print_tables` for a terminal.
 
-Figures are the server's own; a dash stands for what a method does not have.
+The numbers are the server's own; a dash stands for a number that a method does not have.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MAX_RUNS = 3
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of text below column names; `is_number` says which columns stand to the right."""
+    """Rows of text below column names; `is_number` says which columns are aligned right."""
 
     names: tuple[str, ...]
     is_number: tuple[bool, ...]
@@ -33,7 +33,7 @@ class Table:
 
 
 def tables(explanations: Sequence[Explanation]) -> list[Table]:
-    """The tokens of all methods; and, where some chose during the forward, what they saw."""
+    """A table of token counts of all methods; if some chose during the forward, also one of their scores."""
     counted = ("prefix", "reused", "recomputed", "computed")
     tokens = Table(
         ("method", "ratio", *counted, "answer"),
@@ -63,7 +63,7 @@ def _choice(label: str, selection: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _layer_runs(rows: Sequence[int]) -> str:
-    """`320 (0), 48 (1-3)`: recomputed rows, and in brackets the layers that run them."""
+    """`320 (0), 48 (1-3)`: numbers of recomputed rows, and in brackets the layers that compute them."""
     runs = []
     layer = 0
     for num_rows, same in groupby(rows):
@@ -95,7 +95,7 @@ def _focus(focus: Mapping[str, Any] | None) -> str:
 
 
 def chunk_words(explanations: Sequence[Explanation], index: int) -> str:
-    """What the methods agree on about one chunk: `hit, shift +24, variant 3 of generation 0`."""
+    """What became of one chunk, if all methods agree: `hit, shift +24, variant 3 of generation 0`."""
     found = [_chunk_words(one.reply["chunks"][index]) for one in explanations]
     return found[0] if all(words == found[0] for words in found) else "found differently by the methods"
 
@@ -108,7 +108,7 @@ def _chunk_words(chunk: Mapping[str, Any]) -> str:
 
 
 def unranked(explanations: Sequence[Explanation]) -> list[str]:
-    """One sentence per method that took first tokens, because no statistics were stored with a chunk."""
+    """One sentence per method that took the first tokens of a chunk, because no statistics were stored with it."""
     sentences = []
     for one in explanations:
         chunks = [i for i, chunk in enumerate(one.reply["chunks"]) if chunk.get("ranked_by") == "position"]
@@ -119,7 +119,7 @@ def unranked(explanations: Sequence[Explanation]) -> list[str]:
 
 
 def print_tables(explanations: Sequence[Explanation]) -> None:
-    """Prints them to a terminal, or to a file as plain text."""
+    """Prints the tables to a terminal, or to a file as plain text."""
     console = Console()
     for table in tables(explanations):
         shown = RichTable(box=SIMPLE_HEAD, padding=(0, 1))

@@ -3,11 +3,11 @@
 `--data` has one object per line: {"system": "...", "chunks": ["...", ...], "question": "..."}; other keys are ignored.
 The folder that is written is a value for --chunk-cache-selector.
 
-Loss: KL(main || auxiliary), each a distribution over all chunk tokens of a prompt: the last layer's attention of the
-question, mean over its tokens and the heads. The main model reads the whole prompt; the auxiliary one [S, chunk,
-question] for each chunk, as it does when it serves. Where the paper is silent: all weights are trained (AdamW, cosine,
-warm-up of a tenth, gradients clipped at 1); the main model's mass goes to the auxiliary tokens by characters. The gain
-is measured on questions that were not trained on: KL, and the Jaccard index of the best 20 % of tokens (figure 2).
+Loss: KL(main || auxiliary). Each is a distribution over all chunk tokens of a prompt: the attention of the question in
+the last layer, as a mean over its tokens and the heads. The main model reads the whole prompt; the auxiliary one reads
+[S, chunk, question] for each chunk, as when it serves. Where the paper gives no detail: all weights are trained (AdamW,
+cosine, warm-up of a tenth, gradients clipped at 1); the main model's mass goes to the auxiliary tokens by characters.
+The gain is measured on held-out questions: KL, and Jaccard index of the best 20 % of tokens (figure 2).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ PROG = "chunk-cache train-selector"
 
 
 class TrainError(ValueError):
-    """What was given cannot be used; the message names the flag and the remedy."""
+    """An input cannot be used; the message names the flag and the remedy."""
 
 
 @dataclass(frozen=True)
@@ -57,9 +57,9 @@ class Example:
     """A prompt as the auxiliary model sees it, and what the main model attends to in it.
 
     Attributes:
-        rows: per chunk the ids of [S, chunk, question], and the columns of its chunk.
-        num_question: tokens at the end of each row.
-        target: `[tokens of all chunks]`, sums to 1.
+        rows: for each chunk the ids of [S, chunk, question], and the range of the chunk in them.
+        num_question: number of tokens of the question, at the end of each row.
+        target: `[tokens of all chunks]` attention of the main model, sums to 1.
     """
 
     rows: tuple[tuple[list[int], tuple[int, int]], ...]
@@ -69,7 +69,7 @@ class Example:
 
 @dataclass(frozen=True)
 class Score:
-    """How close a prediction is for one question, or the means over several."""
+    """How close a prediction is to the target for one question, or the mean over several."""
 
     kl: float
     jaccard: float
@@ -79,10 +79,10 @@ class Score:
 
 
 def read_prompts(path: Path) -> list[Prompt]:
-    """The prompts of a JSONL file.
+    """The prompts in a JSONL file.
 
     Raises:
-        TrainError: it cannot be read, or a line is no prompt.
+        TrainError: the file cannot be read, a line is no prompt, or there are fewer than two.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -114,7 +114,7 @@ def _prompt(line: str, where: str) -> Prompt:
 
 
 def make_examples(prompts: Iterable[Prompt], main: AuxiliaryModel, auxiliary: AuxiliaryModel) -> Iterator[Example]:
-    """What is trained on, prompt by prompt; those that are too long for either model are left out."""
+    """The training example of each prompt; prompts that are too long for either model are left out."""
     for prompt in prompts:
         example = _example(prompt, main, auxiliary)
         if example is not None:
@@ -149,9 +149,10 @@ def _example(prompt: Prompt, main: AuxiliaryModel, auxiliary: AuxiliaryModel) ->
 
 
 def share_by_overlap(values: npt.NDArray[np.float32], source: Tokens, target: Tokens) -> npt.NDArray[np.float32]:
-    """Per target token the sum of what its characters get, where a source token's value is shared out over its own.
+    """Moves values from source tokens to target tokens: a token's value is split evenly over its characters, and each
+    target token gets the sum over its own.
 
-    The sum of all values stays, but for characters that no target token has.
+    The sum of all values is kept, except for characters that are in no target token.
 
     Args:
         values: `[len(source)]`.
@@ -170,13 +171,13 @@ def share_by_overlap(values: npt.NDArray[np.float32], source: Tokens, target: To
 
 
 def _chars(tokens: Tokens) -> npt.NDArray[np.int64]:
-    """Every character of every token."""
+    """The positions of all characters of all tokens, `[sum of lengths]`."""
     lens = tokens.ends - tokens.starts
     return np.arange(lens.sum()) - np.repeat(np.cumsum(lens) - lens, lens) + np.repeat(tokens.starts, lens)
 
 
 def predict(auxiliary: AuxiliaryModel, example: Example) -> torch.Tensor:
-    """`[tokens of all chunks]`, sums to 1; with a gradient where torch takes one."""
+    """Prediction of the auxiliary model, `[tokens of all chunks]`, sums to 1; has a gradient if torch records one."""
     parts = [auxiliary.attend_within(ids, columns, example.num_question) for ids, columns in example.rows]
     scores = torch.cat(parts)
     return scores / scores.sum().clamp(min=EPSILON)
@@ -190,7 +191,7 @@ def kl_divergence(target: torch.Tensor, predicted: torch.Tensor) -> torch.Tensor
 
 
 def compare(target: torch.Tensor, predicted: torch.Tensor) -> Score:
-    """How close one distribution over the tokens is to another."""
+    """How close `predicted` is to `target`, both distributions over the tokens."""
     num = max(1, math.ceil(TOP_SHARE * len(target)))
     mine, theirs = (set(values.topk(num).indices.tolist()) for values in (predicted, target))
     return Score(float(kl_divergence(target, predicted)), len(mine & theirs) / len(mine | theirs))
@@ -215,7 +216,7 @@ def fine_tune(
     learning_rate: float,
     seed: int,
 ) -> None:
-    """Changes the weights of `auxiliary`.
+    """Trains the weights of `auxiliary` in place.
 
     Args:
         batch: prompts per step.
@@ -244,7 +245,7 @@ def fine_tune(
 
 
 def save(auxiliary: AuxiliaryModel, path: str, out: Path) -> None:
-    """The whole causal model with the new weights of its body, and its tokenizer."""
+    """Writes the whole causal model, with the new weights of its body, and its tokenizer."""
     whole = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     whole.base_model.load_state_dict(auxiliary.model.state_dict())
     whole.to(torch.bfloat16).save_pretrained(out)
@@ -252,10 +253,10 @@ def save(auxiliary: AuxiliaryModel, path: str, out: Path) -> None:
 
 
 def load(path: str, flag: str, device: str) -> AuxiliaryModel:
-    """One of the two models.
+    """Loads one of the two models.
 
     Raises:
-        TrainError: it cannot be used.
+        TrainError: the model cannot be used.
     """
     try:
         return AuxiliaryModel.load(path, device=device)
@@ -264,10 +265,10 @@ def load(path: str, flag: str, device: str) -> AuxiliaryModel:
 
 
 def train(args: argparse.Namespace) -> tuple[Score, Score]:
-    """Everything; the scores on held-out questions before and after.
+    """Runs the whole training; returns the scores on held-out questions before and after.
 
     Raises:
-        TrainError: what was given cannot be used.
+        TrainError: an input cannot be used.
     """
     prompts = read_prompts(args.data)
     random.Random(args.seed).shuffle(prompts)
@@ -319,7 +320,7 @@ def _parser() -> CommandParser:
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
+    """Parses and checks the command line."""
     parser = _parser()
     args = parser.parse_args(argv)
     for name in ("steps", "batch"):

@@ -1,9 +1,9 @@
 """`chunk-cache verify`: which method and ratio can be trusted with a model and a user's prompts.
 
-workload        prompts: from a file of a user, or generated; each a `token_prompt`
-session         asks a server, and makes sure that what comes back is what was asked for; replies go to a `reply_log`
-fit             does the implementation fit the model?
-measurement     replies as numbers
-recommendation  numbers as a verdict
-results, plot   what a user reads
+workload        reads a user's prompts, or generates some; each is a `token_prompt`
+session         asks a server, and checks that each reply was computed as asked for; a `reply_log` keeps the replies
+fit             checks that the implementation fits the model
+measurement     turns replies into numbers
+recommendation  turns numbers into a verdict
+results, plot   write what a user reads
 """

@@ -1,8 +1,8 @@
 """Chat prompt: a body of `/v1/chat/completions` or `/v1/messages`, marked and written as the server does it.
 
-Verb: `write_chat`. The server's own rules find the chunks (`chunk_cache.prompt.marked_body`); what SGLang then does
-with the messages, before they go through the chat template, is repeated here as far as they are texts. A body with more
-is `NotRead`: only the server can say what its prompt is.
+Verb: `write_chat`. The server's own rules find the chunks (`chunk_cache.prompt.marked_body`). What SGLang does with
+the messages before it applies the chat template is repeated here, but only for messages of text. Any other body raises
+`NotRead`: only the server can say what its prompt is.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from chunk_cache.prompt.marks import MarkedText, Marks, split_marked
 from chunk_cache_tools.passages import put_in_front
 
 CHAT, MESSAGES = "/v1/chat/completions", "/v1/messages"
-_PASSAGES = ("search_result", "document")  # blocks of Anthropic's
+_PASSAGES = ("search_result", "document")  # types of Anthropic's blocks
 _FIELDS = ("tools", "thinking", "continue_final_message")
 _ITERATES = re.compile(r"\bfor \w+ in (message|msg|m)(\.content|\[['\"]content['\"]\])|image|audio|video|vision")
-"""A chat template that takes the parts of a message; as SGLang finds out, which joins them for the others."""
+"""Matches a chat template that takes the parts of a message, which SGLang detects too; for others it joins them."""
 
 
 class NotRead(ChunkCacheRequestError):
-    """A body whose prompt only the server can write; the message is what it has."""
+    """Only the server can write the prompt of this body; the message names the part of the body that is the reason."""
 
 
 def write_chat(request: Mapping[str, Any], tokenizer: Any, flags: MarkFlags, marked: MarkedBody) -> MarkedText:
     """The prompt of a chat.
 
     Args:
-        request: its body.
-        marked: new; what the body asks for is put there, also where the prompt cannot be written.
+        request: body of the chat.
+        marked: a new `MarkedBody`; it receives what the body asks for, even if the prompt cannot be written.
 
     Raises:
         NotRead: see above.
-        ChunkCacheRequestError: the server would refuse it, or the tokenizer has no chat template.
+        ChunkCacheRequestError: the server would refuse the body, or the tokenizer has no chat template.
     """
     body = copy.deepcopy(dict(request))
     if not isinstance(body["messages"], list) or not all(isinstance(one, dict) for one in body["messages"]):
@@ -84,7 +84,7 @@ def write_chat(request: Mapping[str, Any], tokenizer: Any, flags: MarkFlags, mar
 
 
 def _parts(body: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """The parts of messages that have some."""
+    """All parts of messages whose content is a list."""
     for index, message in enumerate(body["messages"]):
         content = message.get("content") or []
         parts = [] if isinstance(content, str) else content
@@ -94,14 +94,14 @@ def _parts(body: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 
 
 def _unwritable(body: Mapping[str, Any]) -> Iterator[str]:
-    """What SGLang makes more than texts of."""
+    """The fields and parts of a body that SGLang does not turn into text alone."""
     yield from (name for name in _FIELDS if body.get(name))
     yield from ("tool_calls" for message in body["messages"] if message.get("tool_calls"))
     yield from (f"parts of type {part.get('type')}" for part in _parts(body) if _text_of(part) is None)
 
 
 def _text_of(part: Mapping[str, Any]) -> str | None:
-    """The text that SGLang makes of a part of a message, where that is one; a document is a search result by now."""
+    """The text that SGLang makes of a part of a message, or None; documents have been made search results before."""
     if part.get("type") == "text" and isinstance(part.get("text"), str):
         return str(part["text"])
     if part.get("type") != "search_result":
@@ -115,7 +115,7 @@ def _text_of(part: Mapping[str, Any]) -> str | None:
 
 
 def _as_chat(body: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The messages that SGLang makes of a body of Anthropic's."""
+    """The chat messages that SGLang makes of a body of the Anthropic route."""
     system = body.get("system") or ""
     if not isinstance(system, str):
         system = "\n".join(block["text"] for block in system if block.get("text"))
@@ -130,7 +130,7 @@ def _as_chat(body: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _tagged(content: Any, marks: Marks, separator: str, path: str) -> Any:
-    """The content of a message, its separators in the form of tags."""
+    """The content of a message, with tags instead of separators."""
     if not isinstance(content, str):
         return [
             {"type": "text", "text": _tagged(part["text"], marks, separator, f"{path}[{index}].text")}

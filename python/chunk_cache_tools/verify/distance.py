@@ -1,18 +1,18 @@
-"""Distance between two distributions of a token, from the log-probabilities of some of the tokens."""
+"""Distance between two distributions of a token, from log-probabilities of a part of the vocabulary."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 
-_MIN_MASS = 1e-9  # what is left over of a distribution is a difference of numbers that were rounded to fp32
+_MIN_MASS = 1e-9  # least mass of the rest, which is 1 minus a sum of numbers rounded to fp32
 
 
 def first_token_kl(reference: Sequence[float], other: Sequence[float]) -> float:
     """KL(reference || other) in nats over the given tokens and one bucket for all the rest.
 
-    Both are log-probabilities of the same tokens. Tokens put together into a bucket can only hide a difference, so this
-    is a lower bound of the KL over the whole vocabulary.
+    Both arguments are log-probabilities of the same tokens. A bucket of many tokens can only hide a difference, so the
+    result is a lower bound of the KL over the whole vocabulary.
     """
     assert len(reference) == len(other), f"{len(reference)} and {len(other)} log-probabilities"
     total = sum(math.exp(p) * (p - q) for p, q in zip(reference, other, strict=True))

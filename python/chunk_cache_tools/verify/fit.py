@@ -1,8 +1,8 @@
-"""Fit: does the implementation fit this model on this machine? Asked before anything is said about quality.
+"""Fit: checks that the implementation fits this model on this machine, before anything is said about quality.
 
-layer 0     are reused keys where they belong? The deviation of layer 0, which depends on token and position only,
-            must be rounding: it is compared with the deviation of keys that were not shifted.
-ratio 1     does recomputing everything give what a full prefill gives?
+layer 0     Are reused keys moved to the right positions? Keys of layer 0 depend on token and position only, so their
+            deviation must be rounding: it is compared with the deviation of keys that were not shifted.
+ratio 1     Does recomputing everything give what a full prefill gives?
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from chunk_cache_tools.server_client import ServerClient, ServerRefused
 from chunk_cache_tools.verify.session import Body, SetupError, content_of, custom_params
 from chunk_cache_tools.verify.token_prompt import TokenPrompt
 
-TOP = 20  # tokens of the full prefill's distribution that are compared
-MAX_LAYER0 = 1e-3  # part of the deviation of unshifted keys; rounding in bf16 leaves about 1e-5
+TOP = 20  # likeliest tokens of the full prefill that are compared
+MAX_LAYER0 = 1e-3  # as a share of the deviation of unshifted keys; rounding in bf16 leaves about 1e-5
 TOLERANCE_FP32 = 1e-3
-TOLERANCE_16_BIT = 0.25  # other kernels round differently; the deviation of layer 0 is the sharper check there
+TOLERANCE_16_BIT = 0.25  # kernels round differently; with 16 bits the check of layer 0 is the sharper one
 _LAYER0 = "layer 0 of reused chunks is right after the position shift"
-TOLERATED = ("too_short", "prompt_end")  # such chunks are computed for every user, too
-_SHARE = 0.5  # of the tokens; any ratio in (0, 1) shows the deviation of all
+TOLERATED = ("too_short", "prompt_end")  # reasons for which chunks are computed for every user, too
+_SHARE = 0.5  # ratio of the requests for layer 0; any ratio in (0, 1) shows the deviation of all tokens
 
 
 @dataclass(frozen=True)
@@ -34,21 +34,21 @@ class Check:
 
 
 NUM_STEPS = 5
-"""Calls of `check_fit`, each of which asks all prompts, or their chunks."""
+"""Number of calls of `/generate` in `check_fit`; each has all prompts, or all their chunks."""
 
 
 def check_fit(
     client: ServerClient, prompts: Sequence[TokenPrompt], salt: str, tolerance: float, step: Callable[[], object]
 ) -> list[Check]:
-    """Both checks, by the first token of some prompts; nothing is flushed.
+    """Does both checks with the first token behind some prompts; flushes no cache.
 
     Args:
-        salt: partitions of the cache that nobody else uses begin with it.
-        tolerance: of log-probabilities at ratio 1.0.
+        salt: beginning of the names of the cache partitions used here, which nobody else uses.
+        tolerance: largest difference of log-probabilities at ratio 1.0.
         step: called after each of `NUM_STEPS` steps.
 
     Raises:
-        SetupError: the server did not do what was asked.
+        SetupError: the server did not do what was asked for.
     """
     asked = _Asked(client, salt, step)
     bodies = [prompt.body for prompt in prompts]
@@ -105,7 +105,7 @@ class _Asked:
     step: Callable[[], object]
 
     def generate(self, bodies: Sequence[Body], request: dict[str, Any], partition: str, **fields: Any) -> list[Any]:
-        """One token for each prompt, as one batch."""
+        """Generates one token for each prompt, as one batch."""
         params = [{"max_new_tokens": 1, "temperature": 0.0, **custom_params(request, body)} for body in bodies]
         body = {
             **content_of(bodies),

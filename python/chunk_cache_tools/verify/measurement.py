@@ -1,4 +1,4 @@
-"""Measure: the kept replies of one condition as the numbers that are judged."""
+"""Measurement: turns the kept replies of one condition into the numbers that are judged."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from chunk_cache_tools.verify.token_prompt import TokenPrompt
 
 
 def measure(condition: Condition, prompts: Sequence[TokenPrompt], log: ReplyLog, num_layers: int) -> Measured:
-    """What a condition did to these prompts, all of which have been asked.
+    """What a condition did to these prompts, whose replies are all in the log.
 
     Args:
-        num_layers: of the model.
+        num_layers: number of layers of the model.
     """
     pairs = [(_found(log, prompt, REFERENCE), _found(log, prompt, condition)) for prompt in prompts]
     computed = full = 0.0
@@ -36,10 +36,10 @@ def measure(condition: Condition, prompts: Sequence[TokenPrompt], log: ReplyLog,
 
 
 def rows_of(condition: Condition, prompt: TokenPrompt, reply: Reply, num_layers: int) -> float:
-    """Rows that a method adds to those of the question and of what is new, a mean over the layers.
+    """Rows that a method adds to those of the question and of new text, as a mean over the layers.
 
-    A method that chooses at a layer computes all reused rows below it; one that asks the question first computes that
-    twice, and one that does both what it has chosen, too, below the layer.
+    A method that chooses at a layer computes all reused rows below that layer. A method that runs the question first
+    computes the question twice. A method that does both also computes its chosen rows twice below the layer.
     """
     assert condition.method is not None
     method = METHODS[condition.method.method]
@@ -56,7 +56,7 @@ def rows_of(condition: Condition, prompt: TokenPrompt, reply: Reply, num_layers:
 
 
 def _losses(name: str, pairs: Sequence[tuple[Reply, Reply]]) -> Floats:
-    """`[num_prompts]` nats per token; of prompts that have such an answer."""
+    """Nats lost per token, for each prompt that has the answer `name`."""
     forced = [(getattr(full, name), getattr(reply, name)) for full, reply in pairs]
     return np.array([a.logprob - b.logprob for a, b in forced if a is not None and b is not None], dtype=np.float64)
 

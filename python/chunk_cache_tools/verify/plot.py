@@ -1,4 +1,4 @@
-"""Plot of a verification: nats lost per token over rows computed, one line per method."""
+"""Plot of a verification: nats lost per token against rows computed, one line per method."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from matplotlib.figure import Figure
 from chunk_cache_tools.verify.recommendation import family_of
 from chunk_cache_tools.verify.results import Findings, budget_of, name_of, title_of
 
-COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")  # of Okabe and Ito (2008)
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")  # Okabe and Ito (2008)
 
 
 def draw(path: Path, findings: Findings) -> None:
-    """Writes a PNG. Bars reach to the bounds; one that is infinite is left out."""
+    """Writes a PNG. Error bars reach to the bounds; no bar is drawn to an infinite bound."""
     figure = Figure(figsize=(8.5, 5), layout="constrained")
     axes = figure.subplots()
     families: dict[str, list[Any]] = {}

@@ -2,14 +2,14 @@
 
 - `bounds_of` gives the two bounds of a mean over prompts, `judge` those of every condition, `recommend` the verdict.
 
-What is judged is the loss: how much less likely full prefill's own answer is with reused chunks, nats per token, mean
-over the prompts. A condition holds where the upper bound of that mean is not above the target. The bounds are built so
-that the recommendation as a whole is wrong with a probability of at most 1 - CONFIDENCE:
+Conditions are judged by their loss: how much less likely full prefill's own answer is with reused chunks, in nats per
+token, as a mean over the prompts. A condition holds if the upper bound of this mean is not above the target. The bounds
+are chosen so that the recommendation as a whole is wrong with a probability of at most 1 - CONFIDENCE:
 
     methods       share that probability evenly (Bonferroni)
     one method    is tested from its most expensive condition down, and ends at the first that does not hold, which
-                  needs no correction (fixed sequence); what would hold below it has been lucky
-    prompts       the studentized bootstrap, because losses are skewed: most prompts lose nothing and a few a lot. A
+                  needs no correction (fixed sequence); cheaper conditions that would hold are taken for luck
+    prompts       studentized bootstrap, because losses are skewed: most prompts lose nothing and a few a lot. A
                   percentile bootstrap promises far too much there (docs/verify.md).
 """
 
@@ -28,9 +28,9 @@ from chunk_cache_tools.conditions import Condition
 
 CONFIDENCE = 0.95
 MIN_PROMPTS = 30
-"""With fewer nothing is recommended: whatever one prompt in ten does is then easily never seen."""
+"""With fewer prompts nothing is recommended: what one prompt in ten does might then not be seen at all."""
 MAX_ROWS = 0.9
-"""Largest share of a full prefill's rows; a condition that computes more saves nothing that is worth a risk."""
+"""Largest share of a full prefill's rows; a condition that computes more saves too little to be worth a risk."""
 NUM_RESAMPLES = 4000
 
 Floats = npt.NDArray[np.float64]
@@ -42,11 +42,11 @@ class Measured:
 
     Attributes:
         losses: `[num_prompts]` log-probability per token that full prefill's own answer lost, nats.
-        kls: `[num_prompts]` of the first token's distribution to full prefill's, nats.
-        gold_losses: as `losses`, of right answers; empty where none are known.
-        same_first: share of prompts whose first token is full prefill's.
-        rows: rows that are computed, as a share of what a full prefill behind the same exact prefix computes; a mean
-            over the layers.
+        kls: `[num_prompts]` KL of the first token's distribution from full prefill's, nats.
+        gold_losses: as `losses`, for right answers; empty if none are known.
+        same_first: share of prompts whose first token is the same as full prefill's.
+        rows: computed rows, as a share of those that a full prefill behind the same exact prefix computes; a mean over
+            the layers.
     """
 
     condition: Condition
@@ -59,8 +59,8 @@ class Measured:
 
 @dataclass(frozen=True)
 class Judged:
-    """A condition with its mean loss, the bounds of it, and whether it holds the target, together with all that cost
-    more of the same method."""
+    """A condition with its mean loss and the bounds of this mean; `holds`: it and all more expensive conditions of the
+    same method hold the target."""
 
     measured: Measured
     loss: float
@@ -68,7 +68,7 @@ class Judged:
     high: float
     holds: bool
     holds_only_alone: bool
-    """Whether it would hold alone."""
+    """Whether it holds the target, but a more expensive condition of the same method does not."""
 
 
 class Outcome(StrEnum):
@@ -84,10 +84,9 @@ class Verdict:
     """The recommendation.
 
     Attributes:
-        chosen: the condition to serve with, where the outcome is to reuse.
-        closest: where nothing is chosen, the condition that comes closest.
-        num_more: prompts that would decide, estimated; None where no number of them would change the outcome, or it is
-            decided.
+        chosen: the condition to serve with, if the outcome is to reuse.
+        closest: the condition that comes closest, if none is chosen.
+        num_more: estimated number of further prompts that would decide; None unless the outcome is `MORE_PROMPTS`.
     """
 
     outcome: Outcome
@@ -99,8 +98,8 @@ class Verdict:
 def bounds_of(values: Floats, level: float, seed: int = 0) -> tuple[float, float]:
     """Lower and upper bound of the mean, each missed with a probability of about `level`.
 
-    Values that are all the same are their own bounds, which does not prove that others would be. Where too few differ
-    to say anything, a bound is infinite.
+    If all values are equal, both bounds are that value, which does not prove that other prompts would have it. If too
+    few values differ to say anything, a bound is infinite.
     """
     num = len(values)
     mean, spread = float(values.mean()), float(values.std(ddof=1)) if num > 1 else 0.0
@@ -112,7 +111,7 @@ def bounds_of(values: Floats, level: float, seed: int = 0) -> tuple[float, float
     drawn = values[rng.integers(0, num, (NUM_RESAMPLES, num))]
     offs = drawn.mean(axis=1) - mean
     spreads = drawn.std(axis=1, ddof=1)
-    with np.errstate(divide="ignore", invalid="ignore"):  # equal values in a resample: as far off as can be
+    with np.errstate(divide="ignore", invalid="ignore"):  # a resample of equal values gets an infinite ratio
         ratios = np.where(offs == 0, 0.0, offs / (spreads / math.sqrt(num)))
     low, high = np.quantile(ratios, [1 - level, level], method="nearest")
     scale = spread / math.sqrt(num)
@@ -120,7 +119,7 @@ def bounds_of(values: Floats, level: float, seed: int = 0) -> tuple[float, float
 
 
 def judge(measured: Sequence[Measured], target: float, confidence: float = CONFIDENCE) -> list[Judged]:
-    """All conditions in the order given."""
+    """Judges all conditions; returns them in the order given."""
     families: dict[str, list[Measured]] = {}
     for one in measured:
         families.setdefault(family_of(one.condition), []).append(one)
@@ -137,7 +136,7 @@ def judge(measured: Sequence[Measured], target: float, confidence: float = CONFI
 
 
 def recommend(judged: Sequence[Judged], target: float, confidence: float = CONFIDENCE) -> Verdict:
-    """The verdict; there is at least one condition, and all have the same prompts."""
+    """The verdict on at least one condition; all must have the same prompts."""
     assert judged, "nothing was measured"
     num = len(judged[0].measured.losses)
     worth = [one for one in judged if one.measured.rows <= MAX_ROWS]
@@ -159,9 +158,9 @@ def recommend(judged: Sequence[Judged], target: float, confidence: float = CONFI
 
 
 def needed(losses: Floats, target: float, level: float) -> int:
-    """Prompts with which a mean below the target would be known to be, if more of them are like these.
+    """Estimated number of prompts that would prove a mean below the target, if further prompts are like these.
 
-    At least `MIN_PROMPTS`, and more than there are, since these did not suffice.
+    At least `MIN_PROMPTS`; if the present prompts do not prove it, at least half as many again.
     """
     num = len(losses)
     gap = target - float(losses.mean())
@@ -173,7 +172,7 @@ def needed(losses: Floats, target: float, level: float) -> int:
 
 
 def family_of(condition: Condition) -> str:
-    """Conditions of one family differ in their budget only: a method by ratio, or by alpha."""
+    """Name of a condition's family: conditions that differ only in their budget, which is the ratio or alpha."""
     assert condition.method is not None, "the reference is not judged"
     options: Mapping[str, object] = dict(condition.method.options)
     by = "alpha" if condition.method.alpha else "ratio"

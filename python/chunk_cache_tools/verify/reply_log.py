@@ -1,13 +1,13 @@
-"""Replies: everything a server has answered, one JSON line each, so that a run that was cut off can go on.
+"""ReplyLog: a server's replies in a file, one JSON line each, so that an interrupted run can continue.
 
 - `ReplyLog(path, settings)` opens the file of one model; `append` adds replies and writes them out at once, `find`
   gives one back, `drop` forgets those of some methods.
-- A log is resumed only under the settings it was begun with: the model, and how it was asked.
+- A log is resumed only with the settings it was begun with: the model, and how it was asked.
 - A log has one writer; a second one is refused before it touches the file.
-- `fingerprint` tells one model from another for the settings.
+- `fingerprint` identifies a model in the settings.
 
-A reply belongs to (prompt, method, ratio), and a prompt is named by a hash of its text: a question that was changed
-is simply asked again.
+A reply belongs to (prompt, method, ratio), and a prompt is named by a hash of its content, so a question that was
+changed is asked again.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ HASHED_BYTES, HASHED_EVERY = 1 << 16, 1 << 23  # of each file of weights: 64 KiB
 
 @dataclass(frozen=True)
 class Forced:
-    """A given answer behind a prompt (teacher forcing): its tokens, and the mean of their log-probabilities, nats."""
+    """Likelihood of a given answer (teacher forcing): number of tokens, and their mean log-probability in nats."""
 
     num_tokens: int
     logprob: float
@@ -42,14 +42,14 @@ class Reply:
     Attributes:
         prompt: `Prompt.key`.
         method: label of the condition.
-        ratio: effective ratio; None for the reference.
-        text: what was generated.
-        first_id: the first generated token; -1 where none was.
+        ratio: effective ratio; None for the reference, and if alpha replaces it.
+        text: the generated text.
+        first_id: id of the first generated token.
         prompt_len, prefix_len, reused_len, recomputed_len: tokens, as the server counts them.
-        kl: of the first token's distribution to the reference's, nats; None for the reference.
+        kl: KL of the first token's distribution from the reference's, nats; None for the reference.
         top: (token id, log-probability) of the likeliest first tokens; for the reference only.
-        ids: what was generated, as token ids; for the reference only.
-        gold, own: `Forced` of the right answer and of the reference's own; None where it was not asked or is empty.
+        ids: the generated token ids; for the reference only.
+        gold, own: likelihood of the right answer, and of the reference's own; None if not asked for, or empty.
     """
 
     prompt: str
@@ -73,7 +73,7 @@ class Reply:
 
 
 FORCED = ("gold", "own")
-"""Fields of a reply that are given answers."""
+"""Fields of a reply that are `Forced`."""
 
 
 class ReplyLog:
@@ -87,14 +87,14 @@ class ReplyLog:
         resume: bool = False,
         anew: str = "run without --resume",
     ) -> None:
-        """Opens the file, or begins it anew unless `resume`.
+        """Opens the file; without `resume` discards its replies.
 
         Args:
             settings: what must be equal for old and new replies to be comparable; plain JSON values.
-            anew: how a user begins anew, for messages.
+            anew: how a user starts a new log, for messages.
 
         Raises:
-            DataError: the file was begun under other settings, is broken, or another run writes to it.
+            DataError: the file was begun with other settings, is broken, or another run writes to it.
         """
         self.path = Path(path)
         self._anew = anew
@@ -139,7 +139,7 @@ class ReplyLog:
         self._file = self._rewrite()
 
     def _acquire(self) -> TextIO:
-        """An open file that holds the lock until it is closed, also by the end of the process."""
+        """An open file that holds the lock until it is closed, or the process ends."""
         file = self.path.with_suffix(".lock").open("w", encoding="utf-8")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -169,14 +169,14 @@ class ReplyLog:
             self._replies[reply.key] = reply
 
     def _rewrite(self) -> TextIO:
-        """The file with the settings and what is kept, open for more."""
+        """Writes the settings and all replies to the file anew; returns it, open for appending."""
         lines = [self._settings, *map(asdict, self)]
         self.path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
         return self.path.open("a", encoding="utf-8")
 
 
 def fingerprint(model: str | Path) -> str:
-    """Differs when the weights or the configuration of a local model do; the name of one that is not local."""
+    """A hash of the weights and the configuration of a local model; for any other model its name."""
     folder = Path(model)
     if not folder.is_dir():
         return str(model)

@@ -1,6 +1,6 @@
 """Results: what was measured and what to do about it, as lines for a terminal, a page and a CSV.
 
-- `Findings` holds all of it; `sentences` says the verdict, `flags_of` and `request_of` what to serve and send it with.
+- `Findings` holds all of it; `sentences` words the verdict, `flags_of` and `request_of` say how to serve and to ask.
 - `write_results` writes `verify.md`, `verify.csv`, the plot and the flags.
 """
 
@@ -43,8 +43,8 @@ class Findings:
     """Everything that was found.
 
     Attributes:
-        about: name -> text: model, prompts, how chunks were stored, versions.
-        target: nats per token.
+        about: name -> text: model, prompts, how chunks were stored, target, answers.
+        target: largest loss, nats per token.
     """
 
     about: dict[str, str]
@@ -62,7 +62,7 @@ def budget_of(condition: Condition) -> str:
 
 
 def name_of(condition: Condition) -> str:
-    """The method with its options; without alpha, which is a budget."""
+    """The method with its options, but without alpha, which is a budget."""
     assert condition.method is not None
     if condition.method.alpha is None:
         return condition.label
@@ -75,7 +75,7 @@ def title_of(one: Judged) -> str:
 
 
 def rows_of_table(findings: Findings) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """Header and rows."""
+    """Header and rows of the table of conditions."""
     has_gold = any(len(one.measured.gold_losses) for one in findings.judged)
     rows = []
     for one in findings.judged:
@@ -175,7 +175,7 @@ def flags_of(condition: Condition) -> str:
 
 
 def request_of(condition: Condition) -> dict[str, Any] | None:
-    """What each request must carry beside those flags: options of a method are no flags. None where it is nothing."""
+    """The object that each request must carry, as a method's options have no flags; None if the method has none."""
     assert condition.method is not None
     options = {name: value for name, value in condition.method.options if name != ALPHA.name}
     return condition.request if options else None
@@ -191,7 +191,7 @@ def served_with(condition: Condition) -> list[str]:
 
 
 def text_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines for a terminal; the first two columns to the left, the others to the right."""
+    """Lines for a terminal; the first two columns are aligned left, the others right."""
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
 
     def line(cells: Sequence[str]) -> str:
@@ -207,13 +207,13 @@ def check_lines(checks: Sequence[Check]) -> list[str]:
 
 
 def write_results(folder: Path, findings: Findings) -> list[Path]:
-    """Writes page, CSV and, where something is recommended, `flags.txt` and `chunk_cache.json`; returns their paths."""
+    """Writes page, CSV and, if a condition is recommended, `flags.txt` and `chunk_cache.json`; returns their paths."""
     folder.mkdir(parents=True, exist_ok=True)
     header, rows = rows_of_table(findings)
     page, table = folder / f"{NAME}.md", folder / f"{NAME}.csv"
     lines = [f"# Reuse of chunks: {findings.verdict.outcome}", "", *sentences(findings), ""]
     flags, config = folder / "flags.txt", folder / "chunk_cache.json"
-    for old in (flags, config):  # of an earlier run
+    for old in (flags, config):  # from an earlier run
         old.unlink(missing_ok=True)
     written = [page, table]
     if findings.verdict.chosen is not None:

@@ -1,20 +1,20 @@
-"""Session: asks one server, and makes sure that what comes back is what was asked for.
+"""Session: asks one server, and checks that each reply was computed as asked for.
 
-- `ask_reference` asks for full prefills by stock SGLang, in a cache of their own.
+- `ask_reference` asks for full prefills by stock SGLang, in a partition of their own.
 - `prime` stores the chunks of some prompts; `ask` then asks these prompts under all conditions.
-- `blocks` cuts prompts into groups whose chunks the KV pool holds at once.
+- `blocks` cuts prompts into groups whose chunks the KV pool can hold at once.
 
     flush | off, off, off ... | flush | [system, chunk] ... | condition 1: all prompts | condition 2 ... | flush | ...
             ask_reference               prime                 ask                        ask
 
 A reference prompt enters the exact cache, where the same prompt would later find all of itself; so references come
-first and the cache is emptied behind them. On a server that others use too (`salt`) nothing is emptied: references lie
-in partitions of their own, and what is oldest is evicted first. Fused prompts leave nothing behind. Every reply must
-say that each chunk was taken from the store (`hit`), or lay in the exact prefix (`prefix`); anything else is a
-`SetupError`, because the numbers would not mean what they are said to.
+first, and the cache is emptied after them. On a server that others use too (`salt`) nothing is emptied: references lie
+in partitions of their own, and the oldest KV is evicted first. Fused prompts leave nothing behind. Every reply must
+say that each chunk was taken from the store (`hit`) or lay in the exact prefix (`prefix`); anything else raises a
+`SetupError`, because the numbers would not mean what they claim to.
 
-What `prime` stores decides what Cache-Craft's alpha means, for CFO compares the context of a chunk with the one it had
-when it was stored:
+What `prime` stores decides what Cache-Craft's alpha means, because CFO compares the context of a chunk with the context
+that it had when it was stored:
 
     WARMED     [system, filler, chunk] once per chunk, as `chunk-cache warm` stores it
     ALONE      [system, chunk] once per chunk; without a context CFO = alpha for all of them
@@ -36,10 +36,10 @@ from chunk_cache_tools.server_client import ServerClient
 from chunk_cache_tools.verify.distance import first_token_kl
 from chunk_cache_tools.verify.reply_log import Forced, Reply
 
-NUM_CALLS = 2  # HTTP calls at a time: while the server answers one, it tokenizes the next
+NUM_CALLS = 2  # HTTP calls at a time: the server tokenizes one while it answers the other
 MAX_BATCH = 64  # prompts in one call
-# Shares of the KV pool: what is primed at once, and what runs at once. Together with what a scheduler keeps free for
-# decoding they stay below one, so nothing that was primed is evicted.
+# Shares of the KV pool for chunks primed at once, and for prompts that run at once. Together with the slots that a
+# scheduler keeps free for decoding they stay below one, so no primed chunk is evicted.
 PRIMED_SHARE, RUNNING_SHARE = 0.5, 0.25
 MIN_LOGPROB = -1e4  # stands for a probability of zero
 WARMED, ALONE, SHUFFLED = "warmed", "alone", "shuffled"
@@ -48,7 +48,7 @@ STORED = (WARMED, ALONE, SHUFFLED)
 
 @dataclass(frozen=True)
 class Body:
-    """What is sent as a prompt: a text with separators, or token ids with the spans of their chunks."""
+    """A prompt as it is sent: a text with separators, or token ids with the spans of their chunks."""
 
     content: str | tuple[int, ...]
     spans: tuple[Span, ...] = ()
@@ -59,31 +59,31 @@ class Prompt(Protocol):
 
     @property
     def key(self) -> str:
-        """Names it in a reply log."""
+        """Name of the prompt in a reply log."""
 
     @property
     def partition(self) -> str:
-        """Chunks are reused only behind the head that they were computed behind: one `extra_key` per head."""
+        """`extra_key` of the requests, one per head: chunks are reused only behind the head they were stored with."""
 
     @property
     def body(self) -> Body:
         """The whole prompt."""
 
     def front(self, filler: Any) -> Body:
-        """The head and the filler, with which all of `priming` begin."""
+        """The head and the filler, with which all prompts of `priming` begin."""
 
     def priming(self, page_size: int, filler: Any = None) -> Sequence[Body]:
-        """One prompt per different chunk: the chunk behind the head, and with pages something behind it.
+        """One prompt per different chunk: the head, the chunk, and with pages something behind it.
 
         Args:
-            filler: stands between both, marked as a chunk; text or token ids, as `body`.
+            filler: stands between head and chunk, marked as a chunk; text or token ids, as `body`.
         """
 
     def shuffled(self, page_size: int) -> Body:
-        """The different chunks in another order, the same one every time."""
+        """The head and the different chunks in another order, which is the same at every call."""
 
     def answered(self, reference: Reply) -> Mapping[str, Body]:
-        """The prompt with an answer behind it: `gold` the right one, `own` the reference's; none that is empty."""
+        """The prompt with an answer behind it: `gold` the right one, `own` the reference's; no empty answers."""
 
 
 Ask: TypeAlias = tuple[Prompt, Condition]
@@ -91,7 +91,7 @@ Extra: TypeAlias = Mapping[str, Any]
 
 
 class SetupError(RuntimeError):
-    """A reply was not computed the way the experiment says."""
+    """A reply was not computed as the experiment assumes."""
 
 
 @dataclass(frozen=True)
@@ -99,11 +99,11 @@ class Asking:
     """How all prompts of a task are asked, greedily.
 
     Attributes:
-        max_new_tokens: an answer ends there at the latest.
-        stop: strings that end an answer; the end-of-sequence token always does.
-        num_top: tokens of the reference's first distribution that are compared.
+        max_new_tokens: most tokens of an answer.
+        stop: strings that end an answer; the end-of-sequence token always ends it.
+        num_top: number of likeliest tokens of the reference's first distribution that are compared.
         likelihood: also ask how likely the right answer and the reference's own are, token by token.
-        first_only: only the reference's answer is generated; of others the first token is enough.
+        first_only: generate only the reference's whole answer, and one token under other conditions.
         tolerated: reasons for which a chunk may be computed instead of reused, as it would be for a user.
     """
 
@@ -122,8 +122,8 @@ class Session:
         """
         Args:
             stored: one of `STORED`.
-            salt: keeps this session apart from whatever else the server serves: its caches are then never flushed, and
-                every run needs another salt.
+            salt: keeps this session apart from everything else on the server, whose caches are then never flushed;
+                every run needs another salt. Empty = the server belongs to this session.
         """
         self._client = client
         self._asking = asking
@@ -133,7 +133,10 @@ class Session:
         self._page_size = int(client.ask("GET", "/server_info")["page_size"])
 
     def ask_reference(self, prompts: Sequence[Prompt]) -> Iterator[list[Reply]]:
-        """Full prefills of stock SGLang, some replies at a time; the caches are empty before and after."""
+        """Asks for full prefills of stock SGLang; gives some replies at a time.
+
+        Without a salt, flushes the caches before and after.
+        """
         self._flush()
         for asks, outs in self._post([(prompt, REFERENCE) for prompt in prompts], self._ask_for_top):
             replies = [_reference_reply(prompt, out) for (prompt, _), out in zip(asks, outs, strict=True)]
@@ -141,13 +144,13 @@ class Session:
         self._flush()
 
     def blocks(self, prompts: Sequence[Prompt], lengths: Mapping[str, int]) -> Iterator[list[Prompt]]:
-        """Groups of consecutive prompts that fit into the pool.
+        """Groups of consecutive prompts that fit into the KV pool.
 
         Args:
-            lengths: tokens of each prompt, by its key.
+            lengths: number of tokens of each prompt, by its key.
 
         Raises:
-            SetupError: one prompt alone does not fit.
+            SetupError: a single prompt does not fit.
         """
         room = int(PRIMED_SHARE * self._pool_len)
         block: list[Prompt] = []
@@ -168,19 +171,19 @@ class Session:
             yield block
 
     def prime(self, prompts: Sequence[Prompt]) -> None:
-        """Empties the caches and stores every chunk of these prompts."""
+        """Flushes the caches (only without a salt) and stores every chunk of these prompts."""
         self._flush()
         if self._stored == SHUFFLED:
             bodies = [(prompt.shuffled(self._page_size), prompt.partition) for prompt in prompts]
             size = self._batch_size([prompt.body for prompt in prompts])
         else:
             page_size, filler = self._page_size, self._filler_for(prompts)
-            if filler is not None:  # of what is warmed no path stays: the others find this one
+            if filler is not None:  # prompts that warm leave no path in the tree; this one is their exact prefix
                 fronts = dict.fromkeys((p.front(filler), p.partition) for p in prompts)
                 self._prime_all(list(fronts), {"mode": "off"}, MAX_BATCH)
             wanted = dict.fromkeys((b, p.partition) for p in prompts for b in p.priming(page_size, filler))
             bodies, size = list(wanted), MAX_BATCH
-        # With "exact" nothing stored is brought in, so every variant is that of a full prefill in its context.
+        # With "exact" no stored chunk is reused, so every variant comes from a full prefill of its context.
         self._prime_all(bodies, {SHUFFLED: {"mode": "exact"}, WARMED: {"mode": "warm"}}.get(self._stored, {}), size)
 
     def _prime_all(self, bodies: Sequence[tuple[Body, str]], mode: dict[str, str], size: int) -> None:
@@ -204,10 +207,10 @@ class Session:
         return tuple(self._client.send("POST", "/tokenize", body).json()["tokens"])
 
     def ask(self, asks: Sequence[Ask], references: Mapping[str, Reply]) -> Iterator[list[Reply]]:
-        """Asks primed prompts, each under its condition, some replies at a time.
+        """Asks primed prompts, each under its condition; gives some replies at a time.
 
         Args:
-            references: reply of `ask_reference` by the prompt's key.
+            references: replies of `ask_reference`, by the prompt's key.
 
         Raises:
             SetupError: a chunk was not reused, or another method or ratio was used.
@@ -227,12 +230,12 @@ class Session:
             yield self._with_likelihood(batch, replies, own)
 
     def _check_stored(self, prompt: Prompt, chunk_cache: Mapping[str, Any]) -> None:
-        """Raises a `SetupError` where a chunk was not reused from what `prime` stored; here any variant will do."""
+        """Hook for a `SetupError` if a chunk was reused from another variant than `prime` stored; accepts all here."""
 
     def _with_likelihood(
         self, asks: Sequence[Ask], replies: Sequence[Reply], references: Sequence[Reply]
     ) -> list[Reply]:
-        """The replies, with the likelihood of the right answer and the reference's own where it is asked for."""
+        """The replies, with the likelihoods of the right answer and the reference's own if they are asked for."""
         if not self._asking.likelihood:
             return list(replies)
         answers = [
@@ -252,14 +255,14 @@ class Session:
     def _call_forced(self, asked: Sequence[tuple[Ask, Reply, str, Body]]) -> list[dict[str, Any]]:
         params = []
         for (_, condition), reference, name, body in asked:
-            known: Forced | None = getattr(reference, name)  # none of the reference itself, which looks at no question
+            known: Forced | None = getattr(reference, name)  # None if the reference is asked, which needs no question
             tokens = {} if known is None else {"answer_tokens": known.num_tokens}
             params.append(self._sampling_params(condition.request | tokens, body, max_new_tokens=1))
         return self._send(
             [ask for ask, *_ in asked],
             [body for *_, body in asked],
             params,
-            # The entry of the token at the start is empty: what it is preceded by is not looked at.
+            # The token at the start gets no log-probability, so start one token before the answer.
             logprob_start_len=[reference.prompt_len - 1 for _, reference, _, _ in asked],
         )
 
@@ -273,7 +276,7 @@ class Session:
     def _post(
         self, asks: Sequence[Ask], extra: Callable[[Prompt], Extra]
     ) -> Iterator[tuple[Sequence[Ask], list[dict[str, Any]]]]:
-        """(what was asked, outputs) of one call after the other; `extra` are further fields of a prompt's request."""
+        """Gives (asks, outputs) of each call, in order; `extra` returns further fields of a prompt's request."""
         size = self._batch_size([prompt.body for prompt, _ in asks])
         calls = ThreadPoolExecutor(NUM_CALLS)
         pending: deque[tuple[Sequence[Ask], Future[list[dict[str, Any]]]]] = deque()
@@ -305,7 +308,7 @@ class Session:
     ) -> list[dict[str, Any]]:
         body = {
             **content_of(bodies),
-            # References lie in partitions of their own, so that no prompt finds itself in the exact prefix.
+            # References lie in partitions of their own, so that no prompt finds itself in the exact cache.
             "extra_key": [self._salt + prompt.partition + ("/full" if c == REFERENCE else "") for prompt, c in asks],
             "sampling_params": params,
             "return_logprob": True,
@@ -325,19 +328,19 @@ class Session:
         return 1 if self._asking.first_only and condition != REFERENCE else self._asking.max_new_tokens
 
     def _batch_size(self, bodies: Sequence[Body]) -> int:
-        # A token is seldom shorter than a character: good enough, as a wrong guess only costs speed.
+        # Counts a character of text as a token, which is seldom too few; a wrong guess only costs speed.
         longest = max((len(body.content) for body in bodies), default=1)
         return max(1, min(MAX_BATCH, int(RUNNING_SHARE * self._pool_len / NUM_CALLS / longest)))
 
 
 def content_of(bodies: Sequence[Body]) -> dict[str, Any]:
-    """The field with the prompts; those of one session are all texts or all token ids."""
+    """The request field with the prompts; the prompts of one session are all texts or all token ids."""
     name = "text" if isinstance(bodies[0].content, str) else "input_ids"
     return {name: [body.content for body in bodies]}
 
 
 def custom_params(request: Extra, body: Body) -> dict[str, Any]:
-    """The part of `sampling_params` that marks chunks by token and carries options; empty where there is neither."""
+    """The part of `sampling_params` that marks chunks by token and carries options; empty if there is neither."""
     fields = {**request, **({"spans": body.spans} if body.spans else {})}
     return {"custom_params": {"chunk_cache": fields}} if fields else {}
 
@@ -361,7 +364,7 @@ def _reply(
 
 
 def _answer_ids(out: Mapping[str, Any]) -> tuple[int, ...]:
-    """The tokens of the answer, without the one that ended it: the text has none for it either."""
+    """The tokens of the answer, without the stop token that ended it, which is not in the text either."""
     ids = tuple(out.get("output_ids", ()))
     reason = out["meta_info"].get("finish_reason") or {}
     return ids[:-1] if ids and reason.get("matched") == ids[-1] else ids
@@ -402,7 +405,7 @@ def _check_reuse(
             f"Prompt {prompt.key} was asked with {condition.request} and answered with {method}, ratio {ratio}."
         )
     if condition.method.keep_tokens is not None:
-        tolerated = (*tolerated, "prompt_end")  # the last tokens judge the others
+        tolerated = (*tolerated, "prompt_end")  # computed, as their attention chooses what is kept
     label = condition.label if condition.ratio is None else f"{condition.label}, ratio {condition.ratio:g}"
     if condition.ratio is None:
         is_ranked = 0 < chunk_cache["recomputed_tokens"] < chunk_cache["reused_tokens"]

@@ -1,4 +1,4 @@
-"""TokenPrompt: a marked prompt as token ids, which is how the command sends everything, whatever it was written as."""
+"""TokenPrompt: a marked prompt as token ids; the command sends every prompt in this form."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class TokenPrompt:
     Attributes:
         ids: the whole prompt.
         spans: `(start, end)` of each chunk, ascending; at least one.
-        gold: a right answer as it would follow, where one is known.
+        gold: token ids of a right answer behind the prompt; empty if none is known.
     """
 
     ids: Ids
@@ -31,17 +31,17 @@ class TokenPrompt:
 
     @property
     def head(self) -> Ids:
-        """What stands before the first chunk."""
+        """The tokens before the first chunk."""
         return self.ids[: self.spans[0][0]]
 
     @property
     def chunks(self) -> tuple[Ids, ...]:
-        """The different chunks, in the order in which they first stand."""
+        """The different chunks, in order of their first occurrence."""
         return tuple(dict.fromkeys(self.ids[start:end] for start, end in self.spans))
 
     @property
     def question_len(self) -> int:
-        """Tokens behind the last chunk."""
+        """Number of tokens behind the last chunk."""
         return len(self.ids) - self.spans[-1][1]
 
     @property
@@ -75,7 +75,7 @@ class TokenPrompt:
         return {name: Body(self.ids + answer, self.spans) for name, answer in answers.items() if answer}
 
     def _marked(self, chunks: Iterable[Ids], page_size: int) -> Body:
-        """These chunks behind the head. With pages a full one follows, as only full ones are stored."""
+        """These chunks behind the head. With pages, one page of tokens follows, because only full pages are stored."""
         ids, spans = list(self.head), []
         for chunk in chunks:
             spans.append((len(ids), len(ids) + len(chunk)))

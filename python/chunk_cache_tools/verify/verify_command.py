@@ -112,12 +112,12 @@ def _parser() -> CommandParser:
 
 
 def parse_args(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Our options, and what stands behind `--`: flags of the server."""
+    """The options of this command, and the flags of the server behind `--`."""
     parser = _parser()
     given = list(argv)
     cut = given.index("--") if "--" in given else len(given)
     args = parser.parse_args(given[:cut])
-    if args.url is not None:  # the first word is then the prompts
+    if args.url is not None:  # the first argument is then the prompts
         if args.prompts is not None:
             parser.error(f"--url {args.url}: {args.model} is named too; leave one of them out")
         args.model, args.prompts = args.url, args.model
@@ -141,7 +141,7 @@ def parse_args(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def conditions_of(args: argparse.Namespace, default: Sequence[str] = METHODS) -> list[Condition]:
-    """The grid: ratio 0 is asked once, for without recomputation all methods are one."""
+    """The conditions to ask. With full-reuse, ratio 0 is left out for other methods, as all do the same at ratio 0."""
     specs = [parse_method(text) for text in args.methods or default]
     check_likelihood(specs)
     craft = [MethodSpec("cache-craft", ((ALPHA.name, float(alpha)),)) for alpha in sorted(set(args.alphas))]
@@ -154,7 +154,7 @@ def conditions_of(args: argparse.Namespace, default: Sequence[str] = METHODS) ->
 
 @dataclass(frozen=True)
 class Model:
-    """The model that is verified, as it can be reached from here."""
+    """The model that is verified, and its tokenizer on this machine."""
 
     path: str
     name: str
@@ -163,7 +163,7 @@ class Model:
 
 
 def load_model(path: str, name: str) -> Model:
-    """Tokenizer and shape.
+    """Loads the tokenizer and the shape of a model.
 
     Raises:
         ChunkCacheRequestError: they are not there.
@@ -173,10 +173,10 @@ def load_model(path: str, name: str) -> Model:
 
 @contextmanager
 def reached(args: argparse.Namespace, flags: Sequence[str]) -> Iterator[ServerClient]:
-    """The server at the URL, or one of our own, started here.
+    """The server at the URL; without a URL, a server that is started here.
 
     Raises:
-        ServerError, ChunkCacheRequestError, ServerGone: there is none, or it does not start.
+        ServerError, ChunkCacheRequestError, ServerGone: there is no server, or it does not start.
     """
     if args.is_url:
         with ServerClient(args.model, args.api_key, PATIENCE_S) as client:
@@ -191,7 +191,7 @@ def reached(args: argparse.Namespace, flags: Sequence[str]) -> Iterator[ServerCl
 
 
 def all_flags(given: Sequence[str]) -> tuple[str, ...]:
-    """Flags of an own server. A CPU computes in fp32, also where the weights are stored in fewer bits."""
+    """Flags of a server that is started here; on a CPU it computes in fp32, unless the user names a dtype."""
     import torch
 
     keep = torch.cuda.is_available() or any(flag.partition("=")[0] == "--dtype" for flag in given)
@@ -199,14 +199,14 @@ def all_flags(given: Sequence[str]) -> tuple[str, ...]:
 
 
 def run(args: argparse.Namespace, given: Sequence[str]) -> int:
-    """Everything; the exit code."""
+    """Runs the whole command; returns the exit code."""
     if not args.is_url and importlib.util.find_spec("sglang") is None:
         remedy = f"run `{install_sglang()}`, or name the URL of a running server"
         raise request_error("MODEL", "SGLang is not installed here, so no server can be started", remedy)
     flags = () if args.is_url else all_flags(given)
     conditions = conditions_of(args)
     if args.prompts is not None:
-        list(read_jsonl(args.prompts))  # a file that is broken is told before seconds of imports
+        list(read_jsonl(args.prompts))  # reports a broken file before the slow imports
     path = args.tokenizer or (_path_of_server(args) if args.is_url else args.model)
     model = load_model(path, _name_of_server(args, path) if args.is_url else fingerprint(args.model))
     if model.shape.has_states:
@@ -217,7 +217,7 @@ def run(args: argparse.Namespace, given: Sequence[str]) -> int:
         conditions = conditions_of(args, METHODS_WITH_STATES)
     workload = None
     if args.prompts is not None:
-        # What clients mark is judged, whether or not the server takes it yet.
+        # Marks of clients count here even if the server ignores them as yet.
         marks = MarkFlags(args.separator, marks=True, parts="--chunk-cache-parts" in flags)
         workload = read_prompts(args.prompts, model.tokenizer, marks, chat=args.chat)
     prompts = [] if workload is None else pick(workload.prompts, args.num)
@@ -243,7 +243,7 @@ def run(args: argparse.Namespace, given: Sequence[str]) -> int:
         if 0 < len(prompts) < MIN_PROMPTS:
             print(_too_few(len(prompts), len(asked)), file=told, flush=True)
         if asked or not prompts:
-            salt = uuid.uuid4().hex[:8]  # a running server has others to serve, so it is not flushed
+            salt = uuid.uuid4().hex[:8]  # a running server serves others too, so its caches are not flushed
             with reached(args, flags) as client:
                 began = time.monotonic()
                 checks, checked = _check(args, client, model, prompts, salt)
@@ -265,7 +265,7 @@ def run(args: argparse.Namespace, given: Sequence[str]) -> int:
 def _check(
     args: argparse.Namespace, client: ServerClient, model: Model, prompts: Sequence[TokenPrompt], salt: str
 ) -> tuple[Sequence[Check], Sequence[TokenPrompt]]:
-    """The checks, and the prompts that they were made with."""
+    """The checks, and the prompts that they used."""
     own = [prompt for prompt in prompts if len(prompt.spans) > 1][:NUM_FIT]
     tolerance = tolerance_of(client) if args.tolerance is None else args.tolerance
     used = own or generate_prompts(NUM_FIT, len(model.tokenizer))
@@ -285,14 +285,14 @@ def _too_few(num: int, num_replies: int) -> str:
 
 
 def _minutes(asked: Sequence[tuple[TokenPrompt, Condition]], token_s: float) -> str:
-    """How long these replies will take, at so many seconds per token of a prompt."""
-    # Each is one prefill for the first token, and one for the likelihood of each answer.
+    """How long these replies will take, at `token_s` seconds per token of a prompt."""
+    # Each reply takes one prefill for the first token, and one for the likelihood of each answer.
     seconds = token_s * sum((2 + bool(prompt.gold)) * len(prompt.ids) for prompt, _ in asked)
     return f"about {seconds / 60:.0f} minutes" if seconds >= 90 else f"about {seconds:.0f} seconds"
 
 
 def _ask(session: Session, prompts: Sequence[TokenPrompt], conditions: Sequence[Condition], log: ReplyLog) -> None:
-    """Asks what the log lacks, the references first."""
+    """Asks for the replies that the log lacks, references first."""
     references = [prompt for prompt in prompts if log.find(prompt.key, REFERENCE) is None]
     missing = [(p, c) for c in conditions for p in prompts if log.find(p.key, c) is None]
     with progress(len(references) + len(missing), "full prefill", "replies") as bar:

@@ -1,7 +1,7 @@
 """Workload: the prompts that a model is verified with.
 
-Verbs: `read_prompts` (a user's file), `requests_in` and `read_prompt` (the same, one by one), `generate_prompts` (of
-random ids).
+Verbs: `read_prompts` (reads a user's file), `requests_in` and `read_prompt` (the same, one by one), `generate_prompts`
+(makes prompts of random ids).
 
 A file holds one JSON object per line, and each line may be any of these:
 
@@ -11,8 +11,8 @@ A file holds one JSON object per line, and each line may be any of these:
     {"system": "...", "chunks": ["A", "B"], "question": "Q"}                 as for the quality harness
     {"event": "request.received", "obj": {one of the above}}                 a log by --log-requests-format json
 
-`answers`, a list of right answers, may stand beside any of them. Chunks may be marked in any way that the server takes.
-Of a log other events are passed over, and so are prompts without marks.
+Any line may also have `answers`, a list of right answers. Chunks may be marked in any way that the server accepts.
+Prompts without marks are passed over, and in a log all other events.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ class Workload:
     """The prompts of a file.
 
     Attributes:
-        prompts: different ones, in their order.
-        passed_over: how many lines are not among them, by why.
+        prompts: the different prompts, in order.
+        passed_over: number of prompts that were passed over, by reason.
     """
 
     prompts: tuple[TokenPrompt, ...]
@@ -71,13 +71,13 @@ class Workload:
 
 @dataclass(frozen=True)
 class Line:
-    """What a line of a file asks.
+    """The request in a line of a file.
 
     Attributes:
-        prompt: None where it has no chunk, or is not read.
-        unused: its marks that are not used, by path, each with the reason.
-        options: its object `chunk_cache`.
-        unread: what it has for which only the server can write its prompt; empty = it is read.
+        prompt: None if it has no chunk, or cannot be read.
+        unused: marks that are not used, by path, with the reason.
+        options: the object `chunk_cache` of the request.
+        unread: the part of the body for which only the server can write the prompt; empty = the prompt is read.
     """
 
     prompt: TokenPrompt | None
@@ -87,7 +87,7 @@ class Line:
 
     @property
     def why(self) -> str:
-        """Why it has no prompt."""
+        """Why there is no prompt."""
         if self.unread:
             return f"that only a server can write ({self.unread}; its log has them as token ids)"
         reasons = ", ".join(sorted(set(self.unused.values())))
@@ -95,14 +95,15 @@ class Line:
 
 
 def read_prompts(path: str | Path, tokenizer: Any, flags: MarkFlags, *, chat: bool = False) -> Workload:
-    """The prompts of a file; see above.
+    """The prompts in a file; see the head of this file.
 
     Args:
         flags: what counts as a mark.
         chat: questions go through the chat template of the tokenizer, with `system` as the system message.
 
     Raises:
-        DataError: the file cannot be read, marks nothing, or a line is none of the above; it names line and remedy.
+        DataError: the file cannot be read or marks nothing, or a line has none of the formats above; the message names
+            line and remedy.
     """
     found: dict[str, TokenPrompt] = {}
     passed_over: Counter[str] = Counter()
@@ -122,10 +123,10 @@ def read_prompts(path: str | Path, tokenizer: Any, flags: MarkFlags, *, chat: bo
 
 
 def read_prompt(value: Mapping[str, Any], tokenizer: Any, flags: MarkFlags, where: str, *, chat: bool = False) -> Line:
-    """What one request asks.
+    """Reads one request.
 
     Args:
-        where: it came from, for messages.
+        where: where the request came from, for messages.
 
     Raises:
         DataError: as `read_prompts`.
@@ -142,7 +143,7 @@ def read_prompt(value: Mapping[str, Any], tokenizer: Any, flags: MarkFlags, wher
 
 
 def pick(prompts: Sequence[TokenPrompt], num: int) -> list[TokenPrompt]:
-    """At most `num` of them, spread evenly: neighbours in a log are alike."""
+    """At most `num` of the prompts, spread evenly, because neighbours in a log are alike."""
     num = min(num, len(prompts))
     return [prompts[i * len(prompts) // num] for i in range(num)]
 
@@ -171,7 +172,7 @@ def generate_prompts(
 
 
 def requests_in(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(`file:line`, what was asked) of every prompt; `answers` of the line go along."""
+    """(`file:line`, request) of every prompt in a file, with the `answers` of its line."""
     for where, value in read_jsonl(path):
         if value.get("event", RECEIVED) != RECEIVED:
             continue
@@ -182,7 +183,7 @@ def requests_in(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _each(value: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """The prompts of a request, one by one, each with its own sampling parameters."""
+    """The request, split into one request per prompt, each with its own sampling parameters."""
     for kind, item in (("text", str), ("prompt", str), ("input_ids", list)):
         prompts = value.get(kind)
         if isinstance(prompts, list) and prompts and all(isinstance(prompt, item) for prompt in prompts):
@@ -195,16 +196,16 @@ def _each(value: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 
 
 def _options_of(value: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The object `chunk_cache` of a request, wherever a route takes it; empty where there is none.
+    """The object `chunk_cache` of a request, wherever a route accepts it; empty if there is none.
 
     Raises:
-        ChunkCacheRequestError: it is a string, and not JSON.
+        ChunkCacheRequestError: it is a string, but not JSON.
     """
     params = value.get("sampling_params")
     holders = (value, value.get("custom_params"), params, isinstance(params, dict) and params.get("custom_params"))
     for holder in holders:
         options = holder.get("chunk_cache") if isinstance(holder, dict) else None
-        if isinstance(options, str):  # as the server passes it on, and logs it
+        if isinstance(options, str):  # the form in which the server passes it on, and logs it
             try:
                 options = json.loads(options)
             except json.JSONDecodeError:
@@ -216,11 +217,11 @@ def _options_of(value: Mapping[str, Any]) -> Mapping[str, Any]:
 
 @dataclass(frozen=True)
 class _Reader:
-    """Reads one line; every verb raises `ChunkCacheRequestError`.
+    """Reads one request; every method raises `ChunkCacheRequestError`.
 
     Attributes:
-        options: of the line.
-        marked: what the line asks for is put there.
+        options: the object `chunk_cache` of the request.
+        marked: receives what the request asks for.
     """
 
     tokenizer: Any
@@ -230,7 +231,7 @@ class _Reader:
     marked: MarkedBody
 
     def read(self, value: Mapping[str, Any]) -> TokenPrompt | None:
-        """None where nothing is marked."""
+        """The prompt of the request; None if nothing is marked."""
         kind = next((name for name in KINDS if value.get(name) is not None), None)
         if kind is None:
             problem = f"it has none of {', '.join(KINDS)}"
@@ -252,7 +253,7 @@ class _Reader:
         return self._encoded(marked or MarkedText((text,), (None,)), {}, answer)
 
     def _question(self, value: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
-        """A question as a request: its kind, and its body."""
+        """Turns a line with chunks and a question into a request: its kind, and its body."""
         chunks, separator = value["chunks"], self.flags.separator
         if not isinstance(chunks, list) or not chunks or not all(isinstance(chunk, str) for chunk in chunks):
             raise request_error("chunks", "not a list of strings", 'give one such as ["passage", "passage"]')
@@ -283,7 +284,7 @@ class _Reader:
         return TokenPrompt(tuple(ids), spans, self._ids(answer))
 
     def _encoded(self, marked: MarkedText, kwargs: Mapping[str, Any], answer: str) -> TokenPrompt | None:
-        """A text, whose chunks are marked in it or by spans of its tokens."""
+        """The prompt of a text whose chunks are marked in it, or by spans of tokens in the options."""
         text = marked.text
         answer = f"{'' if not text or text[-1].isspace() else ' '}{answer}" if answer else ""
         if not marked.chunks:

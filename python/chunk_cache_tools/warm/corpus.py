@@ -1,7 +1,7 @@
 """Corpus: the lines of a JSONL file, each with one chunk.
 
-Verbs: `open_corpus` (reads it once: its hash and its number of lines), `Corpus.lines` (from any line on). Promise: a
-bad line is no error but a `Line` that says what is wrong; empty lines are skipped, and count as lines.
+Verbs: `open_corpus` (reads the file once, for its hash and its number of lines), `Corpus.lines` (from any line on).
+Promise: a bad line raises no error but becomes a `Line` with a `problem`; empty lines are skipped, but counted.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ class Line:
 
     Attributes:
         number: counted from 1.
-        end: offset in bytes of what follows it.
-        text: the chunk; None where the line is bad.
-        problem: what is wrong with it; None where it is good.
-        neighbours: value of the field of this name, unchecked; None where there is none.
+        end: offset in bytes of the next line.
+        text: the chunk; None if the line is bad.
+        problem: what is wrong with the line; None if it is good.
+        neighbours: value of the field `neighbours`, unchecked; None if there is none.
     """
 
     number: int
@@ -42,7 +42,8 @@ class Corpus:
     """A file, as it was when it was opened.
 
     Attributes:
-        digest: hash of its bytes.
+        field: name of the field with the chunk.
+        digest: hash of the file's bytes.
     """
 
     path: Path
@@ -51,7 +52,7 @@ class Corpus:
     num_lines: int
 
     def lines(self, number: int = 0, offset: int = 0) -> Iterator[Line]:
-        """The lines behind line `number`, which ends at `offset`."""
+        """The lines after line `number`, which ends at byte `offset`."""
         with self.path.open("rb") as file:
             file.seek(offset)
             for raw in file:
@@ -83,7 +84,7 @@ def open_corpus(path: Path, field: str) -> Corpus:
     """Reads a file once.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: the file cannot be read.
     """
     digest = hashlib.sha256()
     num_lines, last = 0, b"\n"

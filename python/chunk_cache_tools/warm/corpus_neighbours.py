@@ -1,8 +1,8 @@
-"""Neighbourhood: behind which other chunks of a corpus each is computed, by the numbers of their lines.
+"""Neighbourhood: the neighbours of each chunk of a corpus, behind which it is computed, by the numbers of their lines.
 
-Verbs: `find` (by similarity), `read` (from the field `neighbours` of each line), `Neighbourhood.body` (what the server
-is told of some lines). Promise: a line that cannot be prepared as it says is a `Line` with a problem; a line that
-repeats an earlier one has its neighbours.
+Verbs: `find` (finds neighbours by similarity), `read` (reads them from the field `neighbours` of each line),
+`Neighbourhood.body` (the request that warms some lines). Promise: a line whose neighbours cannot be used becomes a
+`Line` with a problem; a line that repeats an earlier chunk has the neighbours of that line.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ class Neighbourhood:
     """See the head of this file.
 
     Attributes:
-        of: by the number of a line, the numbers of its neighbours' lines.
-        texts: by the number of a line, its chunk.
-        problems: by the number of a line, why it cannot be prepared.
-        repeated: by the number of a line, that of the first with the same chunk.
+        of: line number -> line numbers of its neighbours.
+        texts: line number -> chunk.
+        problems: line number -> why the chunk cannot be prepared.
+        repeated: line number -> number of the first line with the same chunk.
     """
 
     of: Mapping[int, tuple[int, ...]]
@@ -35,12 +35,12 @@ class Neighbourhood:
     repeated: Mapping[int, int]
 
     def check(self, line: Line) -> Line:
-        """The line, bad where it cannot be prepared."""
+        """The line; marked as bad if it cannot be prepared."""
         problem = self.problems.get(line.number)
         return line if problem is None else replace(line, text=None, problem=problem)
 
     def body(self, lines: Sequence[Line]) -> tuple[dict[str, Any], list[int]]:
-        """Fields of the request that warms these good lines, and the numbers of the lines of its texts."""
+        """Fields of the request that warms these good lines, and the line number of each of its texts."""
         numbers = [line.number for line in lines]
         numbers = list(dict.fromkeys((*numbers, *(other for number in numbers for other in self.of[number]))))
         places = {number: place for place, number in enumerate(numbers)}
@@ -49,10 +49,10 @@ class Neighbourhood:
 
 
 def find(corpus: Corpus, num: int, retriever: str) -> Neighbourhood:
-    """The most similar chunks of each.
+    """The most similar chunks of each chunk, at most `num`.
 
     Raises:
-        ChunkCacheRequestError: the retriever is not there.
+        ChunkCacheRequestError: the retriever cannot be used.
     """
     texts, repeated = _texts(corpus.lines())
     numbers = list(texts)
@@ -83,7 +83,7 @@ def read(corpus: Corpus) -> Neighbourhood:
 
 
 def _texts(lines: Iterable[Line]) -> tuple[dict[int, str], dict[int, int]]:
-    """Chunks by line, and which lines repeat which."""
+    """`texts` and `repeated` of a `Neighbourhood`."""
     texts: dict[int, str] = {}
     repeated: dict[int, int] = {}
     first_of: dict[str, int] = {}
@@ -99,7 +99,7 @@ def _texts(lines: Iterable[Line]) -> tuple[dict[int, str], dict[int, int]]:
 def _problem(
     line: Line, texts: Mapping[int, str], bad: Mapping[int, str | None], repeated: Mapping[int, int]
 ) -> str | None:
-    """Why a line cannot have the neighbours that it names."""
+    """Why a line cannot have the neighbours that it names; None = it can."""
     value = line.neighbours
     if not isinstance(value, list):
         return (

@@ -1,6 +1,6 @@
 """Estimate: what warming a corpus would cost, summed up over the requests that it takes.
 
-Verb: `Estimate.add`; prints as two lines. A neighbour that several requests name counts once.
+Verb: `Estimate.add`. As text it has two lines. A neighbour that several requests name counts once.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ class Estimate:
     """Chunks that would be computed, by the number of their line.
 
     Attributes:
-        exact: tokens of those that are computed behind the filler, or as neighbours, or alone.
-        prepared: tokens of those that are computed behind neighbours, and of these neighbours.
-        capacity_tokens: of the KV pool.
+        exact: tokens of each chunk that is computed behind the filler, or as a neighbour, or alone.
+        prepared: tokens of each chunk that is computed behind neighbours, and tokens of these neighbours.
+        capacity_tokens: size of the KV pool.
     """
 
     num_lines: int
@@ -29,7 +29,11 @@ class Estimate:
     _bytes_per_token: float = 0.0
 
     def add(self, summary: dict[str, Any], numbers: Sequence[int]) -> None:
-        """The summary of a dry run whose texts stand in these lines."""
+        """Adds the summary of a dry run.
+
+        Args:
+            numbers: line number of each text of the request.
+        """
         self.num_already += summary["already"]
         self.num_failed += len(summary["failed"])
         self.exact |= {numbers[one["index"]]: one["tokens"] for one in summary["exact"]}
@@ -42,12 +46,12 @@ class Estimate:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that are computed, each of which is stored."""
+        """Number of tokens that are computed and stored."""
         return sum(self.exact.values()) + sum(own for own, _ in self.prepared.values())
 
     @property
     def numbers(self) -> dict[str, int]:
-        """What it prints, by name, for a program."""
+        """The estimate as numbers by name, for programs."""
         return {
             "lines": self.num_lines,
             "exact": len(self.exact),

@@ -1,7 +1,7 @@
 """The command `chunk-cache warm`: `main`.
 
-Promises: it can be ended at any time, and goes on where it was; a second run of a finished task only asks whether it
-is still the same server; a dry run changes nothing.
+Promises: the command can be interrupted at any time, and then continues where it was; run again after it has finished,
+it only asks whether the server is still the same; a dry run changes nothing.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from chunk_cache_tools.warm.warm_state import WarmState, load
 PROG = "chunk-cache warm"
 LINES_PER_REQUEST = 256
 GIVEN = "file"
-"""Value of `--neighbours`: the lines name them."""
+"""Value of `--neighbours` if each line of the file names its own."""
 MAX_WAIT_S = 10.0
 NUM_SHOWN_FAILURES = 20
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Warms, prints the summary; returns the exit code."""
+    """Warms the corpus and prints a summary; returns the exit code."""
     args = _parser().parse_args(argv)
     return exit_code(PROG, lambda: _run(args), interrupted="interrupted; the same command goes on from here")
 
@@ -139,7 +139,7 @@ class Task:
         self._path = path
         self._is_fresh: bool = args.fresh
         self._patience_s: float = args.retry_s
-        self._deadline: float | None = None  # of the wait for a server that is gone
+        self._deadline: float | None = None  # end of the wait for a server that is gone
         self._wait_s = 0.5
         partition = {"extra_key": args.extra_key, "cache_salt": args.cache_salt, "prefix_text": args.prefix}
         self._body = {name: value for name, value in partition.items() if value is not None} | {"batch": args.batch}
@@ -156,11 +156,11 @@ class Task:
             self._lines_per_request = min(LINES_PER_REQUEST, MAX_ITEMS // (1 + most))
 
     def run(self) -> WarmState:
-        """Warms what is left; returns the state at the end.
+        """Warms the remaining lines; returns the state at the end.
 
         Raises:
-            ChunkCacheRequestError: the server or the state file says no.
-            ServerGone: no server for longer than the user wants to wait.
+            ChunkCacheRequestError: the server refuses, or the state file cannot be used.
+            ServerGone: the server was gone for longer than `--retry-s`.
         """
         state: WarmState | None = None
         with progress(self._corpus.num_lines, "warming", "lines") as bar:
@@ -173,7 +173,7 @@ class Task:
                         self._warm(block, state, bar)
                         self._deadline = None
                     if self._server.epoch() == state.epoch:
-                        break  # else it was restarted behind our back
+                        break  # otherwise it was restarted or flushed meanwhile
                 except ServerGone as error:
                     self._wait(error)
         state.advance(self._corpus.num_lines, state.offset)
@@ -182,7 +182,7 @@ class Task:
         return state
 
     def _begin(self, state: WarmState | None) -> WarmState:
-        """The state to go on from: the present one, the saved one, or a new one."""
+        """The state to continue from: the current one, the saved one, or a new one."""
         epoch = self._server.epoch()
         if state is None and not self._is_fresh:
             state = self._load()
@@ -234,17 +234,17 @@ class Task:
             self._advance(state, block[-1], bad, bar)
 
     def _texts(self, lines: list[Line]) -> tuple[dict[str, Any], list[int]]:
-        """Fields of the request that warms these good lines, and the numbers of the lines of its texts."""
+        """Fields of the request that warms these good lines, and the line number of each of its texts."""
         if self._neighbourhood is not None:
             return self._neighbourhood.body(lines)
         return {"texts": [line.text for line in lines]}, [line.number for line in lines]
 
     def estimate(self) -> Estimate:
-        """What is left to do, asked of the server.
+        """What warming the corpus would still cost, by dry runs of the server.
 
         Raises:
-            ChunkCacheRequestError: the server says no.
-            ServerGone: there is no server.
+            ChunkCacheRequestError: the server refuses.
+            ServerGone: the server does not answer.
         """
         estimate = Estimate(self._corpus.num_lines)
         for block in self._blocks(WarmState(self._task, "")):

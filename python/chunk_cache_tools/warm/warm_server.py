@@ -1,7 +1,7 @@
-"""WarmServer: a server with the chunk cache, as the command sees it.
+"""WarmServer: the requests of `chunk-cache warm` to a server with the chunk cache.
 
-Verbs: `epoch` (which server, in which life), `warm` (some chunks, streamed), `estimate` (what that would take). All
-raise as `ServerClient.send`.
+Verbs: `epoch` (tells whether the server is still the same), `warm` (has chunks computed, streams the progress),
+`estimate` (dry run). All raise as `ServerClient.send`.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ class WarmServer(ServerClient):
     """See the head of this file."""
 
     def epoch(self) -> str:
-        """Changes when the server was restarted or its cache was flushed: what was stored is gone."""
+        """A name that changes when the server is restarted or its cache flushed, since stored chunks are then gone."""
         stats = self.ask("GET", "/chunk_cache/stats")
         flushes = "-".join(str(rank["num_flushes"]) for rank in stats["ranks"])
         return f"{stats['instance']}/{flushes}"
 
     def warm(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """The lines of progress, without the summary."""
+        """Warms chunks; gives the lines of progress, without the summary."""
         for line in self._progress(body):
             if line.get("summary"):
                 return

@@ -1,7 +1,7 @@
 """WarmState: how far the warming of a corpus has come, in a file.
 
-Verbs: `load` (None where there is nothing to continue), `WarmState.advance`, `WarmState.save`. Promise: the file is
-replaced as a whole, so that whenever the process dies it holds one of the states that were saved.
+Verbs: `load` (None if there is nothing to continue), `WarmState.advance`, `WarmState.save`. Promise: the file is
+replaced as a whole, so it always holds a saved state, whenever the process dies.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 VERSION = 1
 
 MAX_FAILURES = 1000
-"""Failures that are remembered with their text; all are counted."""
+"""Most failures that are kept with their text; all failures are counted."""
 
 
 @dataclass
@@ -23,11 +23,11 @@ class WarmState:
     """Progress of one task.
 
     Attributes:
-        task: what makes two runs the same: the hash of the corpus, and every option that changes what is stored.
-        epoch: which life of which server the work was done for; what it had computed is lost with it.
-        line: lines that are done.
-        offset: bytes of the corpus that are done.
-        failures: `[line, sentence]` of the first that failed.
+        task: identifies the task: the hash of the corpus, the server's URL and all options that change what is stored.
+        epoch: `WarmServer.epoch` during the work; when it changes, everything that was stored is lost.
+        line: number of lines that are done.
+        offset: number of bytes of the corpus that are done.
+        failures: `[line, sentence]` of the first lines that failed.
     """
 
     task: dict[str, Any]
@@ -40,13 +40,13 @@ class WarmState:
     failures: list[tuple[int, str]] = field(default_factory=list)
 
     def advance(self, line: int, offset: int, *, stored: int = 0, already: int = 0) -> None:
-        """Everything up to here is done."""
+        """Notes that everything up to this line is done."""
         self.line, self.offset = line, offset
         self.num_stored += stored
         self.num_already += already
 
     def fail(self, line: int, problem: str) -> None:
-        """One line failed; it is not tried again."""
+        """Notes that a line failed; it is not tried again."""
         self.num_failed += 1
         if len(self.failures) < MAX_FAILURES:
             self.failures.append((line, problem))
@@ -55,7 +55,7 @@ class WarmState:
         """Replaces the file.
 
         Raises:
-            OSError: it cannot be written.
+            OSError: the file cannot be written.
         """
         temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
         with temporary.open("w", encoding="utf-8") as file:
@@ -66,10 +66,10 @@ class WarmState:
 
 
 def load(path: Path) -> WarmState | None:
-    """The state that was saved last; None where there is none, or it is not one of ours.
+    """The state that was saved last; None if there is no file, or it holds no state of this command.
 
     Raises:
-        OSError: it is there and cannot be read.
+        OSError: the file exists and cannot be read.
     """
     try:
         value = json.loads(path.read_text(encoding="utf-8"))

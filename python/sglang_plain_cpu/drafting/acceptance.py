@@ -1,7 +1,7 @@
-"""Drafts that stand: greedy verification, sampling, and the probabilities both ask for.
+"""Acceptance of drafted tokens: greedy verification, sampling, and renormalised probabilities.
 
-Each function takes the place of a kernel of SGLang and has its shapes. `bs` is the number of requests and `n` that of
-the tokens of a tree, whose first is the last token that stands.
+Each function replaces a kernel of SGLang and has its shapes. `bs` is the number of requests, `n` the number of tokens
+(nodes) of a tree; the root is the last token accepted before.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ def verify_tree_greedy(
     retrive_next_sibling: torch.Tensor,
     target_predict: torch.Tensor,
 ) -> None:
-    """Accepts from the root on what the target itself says, and its next token behind that.
+    """Accepts, from the root on, the drafts that equal the target's own tokens, and the target's next token.
 
     Args:
-        predicts: `[bs * n]` gets the tokens that stand, each at the node in front of it.
-        accept_index: `[bs, depth]` gets the nodes of the batch; -1 behind them.
-        accept_token_num: `[bs]` gets how many drafts were right.
-        candidates, target_predict: `[bs, n]` drafts, and what the target says behind each.
+        predicts: `[bs * n]` gets the accepted tokens, each at the node before it.
+        accept_index: `[bs, depth]` gets the accepted nodes, as numbers in the batch; the rest stays as it is (-1).
+        accept_token_num: `[bs]` gets the number of accepted drafts.
+        candidates, target_predict: `[bs, n]` drafts, and the target's token behind each.
     """
     num_nodes = candidates.shape[1]
     for i in range(len(candidates)):
@@ -44,7 +44,7 @@ def verify_tree_greedy(
 
 
 def _behind(links: tuple[list[int], list[int]], node: int) -> Iterator[int]:
-    """The drafts of the token behind a node; `links` are first children and next siblings, or -1."""
+    """The children of a node; `links` are the first child and the next sibling of each node, or -1."""
     children, siblings = links
     one = children[node]
     while one >= 0:
@@ -84,12 +84,12 @@ def tree_speculative_sampling_target_only(
     threshold_acc: float = 1.0,
     deterministic: bool = True,
 ) -> None:
-    """Draws each token from the target's distribution; where it is a draft, that draft is accepted.
+    """Samples each token from the target's distribution; if a draft is that token, it is accepted.
 
     Args:
-        uniform_samples: `[bs, n]` the coin thrown at each node; the others as in `verify_tree_greedy`.
-        uniform_samples_for_final_sampling: `[bs]` the coin of the token behind the accepted ones.
-        target_probs: `[bs, n, vocabulary]`.
+        uniform_samples: `[bs, n]` random number of each node.
+        uniform_samples_for_final_sampling: `[bs]` random number for the token behind the accepted ones.
+        target_probs: `[bs, n, vocabulary]`; the other arguments are those of `verify_tree_greedy`.
     """
     num_nodes = candidates.shape[1]
     for i in range(len(candidates)):
@@ -108,7 +108,7 @@ def tree_speculative_sampling_target_only(
                 break
         left = target_probs[i, path[-1]].clone()
         if len(path) < accept_index.shape[1]:
-            for node in _behind(links, path[-1]):  # rejected: what they stood for is used up
+            for node in _behind(links, path[-1]):  # these drafts were rejected, so they are not drawn again
                 left[drafts[node]] = 0
         sums = left.cumsum(0)
         last = int(torch.searchsorted(sums, uniform_samples_for_final_sampling[i] * sums[-1], right=True))
@@ -117,7 +117,7 @@ def tree_speculative_sampling_target_only(
 
 
 def top_k_renorm_prob(probs: torch.Tensor, top_ks: torch.Tensor) -> torch.Tensor:
-    """`[num_rows, vocabulary]` with all but the k most probable of each row at 0, and sums of 1."""
+    """`[num_rows, vocabulary]` probabilities of the k most probable tokens, renormalised; those of all others are 0."""
     ranks = probs.argsort(-1, descending=True).argsort(-1)
     kept = probs.masked_fill(ranks >= top_ks.view(-1, 1), 0)
     return kept / kept.sum(-1, keepdim=True)

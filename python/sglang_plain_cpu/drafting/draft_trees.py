@@ -1,6 +1,6 @@
 """Trees of drafted tokens: their masks, positions and links, with the names and shapes of SGLang's kernels.
 
-`bs` is the number of requests and `n` that of the tokens of a tree, whose first is the last token that stands.
+`bs` is the number of requests, `n` the number of tokens (nodes) of a tree; the root is the last token accepted before.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 
 
 def default_tree_mask_mode() -> Any:
-    """Masks of the tree alone, `[bs, n, n]`; all of the prefix is seen."""
+    """The mode with masks of the tree alone, `[bs, n, n]`; each node sees the whole prefix."""
     from sglang.kernels.ops.speculative.spec_tree import TreeMaskMode
 
     return TreeMaskMode.QLEN_ONLY
@@ -28,7 +28,7 @@ def reconstruct_tree(
     batch_size: int,
     num_nodes: int,
 ) -> None:
-    """Positions and links of draft trees, of which `tree_mask` `[bs * n * n]` tells what each node sees."""
+    """Fills in positions and links of draft trees; `tree_mask` `[bs * n * n]` tells which nodes each node sees."""
     seen = tree_mask.view(batch_size, num_nodes, num_nodes).tril(-1)
     order = torch.arange(num_nodes)
     parents = torch.where(seen, order, -1).amax(-1)
@@ -50,10 +50,10 @@ def build_tree(
     num_nodes: int,
     _mode: int,
 ) -> None:
-    """Masks, positions and links of the candidates that were `selected` `[bs, n - 1]`.
+    """Fills in masks, positions and links of the trees of the candidates that were `selected` `[bs, n - 1]`.
 
     Args:
-        parent_list: `[bs, ...]` which candidate each group of `topk` candidates follows.
+        parent_list: `[bs, ...]` the candidate that each group of `topk` candidates follows.
     """
     all_parents = []
     for groups, chosen in zip(parent_list.tolist(), selected.tolist(), strict=True):
@@ -72,7 +72,7 @@ def build_tree(
 def _link(
     all_parents: Sequence[Sequence[int]], index: torch.Tensor, next_token: torch.Tensor, next_sibling: torch.Tensor
 ) -> None:
-    """The first child and the next sibling of each node, or -1; `index` numbers the nodes of the batch."""
+    """Fills in the first child and the next sibling of each node, or -1; `index` gets the numbers of all nodes."""
     children, siblings = [], []
     for parents in all_parents:
         first, after = [-1] * len(parents), [-1] * len(parents)

@@ -1,7 +1,7 @@
-"""Attention of draft trees on `torch_native`, which knows prompts and single tokens only.
+"""Attention of draft trees on `torch_native`, which supports prompts and single tokens only.
 
-`TreeAttention` verifies (each token of a tree sees the prompt and what leads to it), `DraftSteps` holds one of it per
-step of a draft.
+`TreeAttention` verifies trees (each token sees the prompt and its ancestors in the tree); `DraftSteps` holds one
+`TreeAttention` per step of a draft.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class TreeAttention(TorchNativeAttnBackend):
     """SGLang's backend, which also verifies trees and takes steps of a draft.
 
     Attributes:
-        branches: of a step of a draft: slots of each branch `[num_branches, max_len]` and how many of them it sees.
+        branches: for a step of a draft: slots of each branch `[num_branches, max_len]` and how many of them it sees.
     """
 
     branches: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -110,7 +110,7 @@ class DraftSteps:
         self.attn_backends = [TreeAttention(model_runner) for _ in range(num_steps - 1)]
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
-        """What each branch sees at each step: the prompt, and its own slots behind it."""
+        """Sets what each branch sees at each step: the prompt, and its own slots behind it."""
         table = self.attn_backends[0].req_to_token_pool.req_to_token
         longest = int(forward_batch.seq_lens.max()) + self.num_steps
         branches = [
@@ -127,11 +127,11 @@ class DraftSteps:
 
 
 def draft_decode_backend(factory: Any) -> DraftSteps | None:
-    """In the place of `DraftBackendFactory.create_decode_backend`: None where no step of a draft attends."""
+    """Replaces `DraftBackendFactory.create_decode_backend`; None if no step of a draft attends."""
     if factory.speculative_num_steps <= 1:
         return None
     return DraftSteps(factory.draft_model_runner, factory.topk, factory.speculative_num_steps)
 
 
 def no_draft_extend_backend(_factory: Any) -> None:
-    """None: the backend of the draft's own runner reads what was accepted."""
+    """None, because the draft runner's own backend attends for accepted tokens."""
