@@ -1,6 +1,6 @@
 """What a measurement ran on: `describe_machine`, `describe_code`, `commit_of`; never names of hosts or users.
 
-And where the packages of a checkout lie: `packages_of`.
+`packages_of` says where the packages of a checkout lie.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 CACHE_DIR = ROOT / ".cache" / "bench"
-"""Models, logs, and results that are not to be kept."""
+"""Folder of models, logs, and results that are not kept."""
 PACKAGES = ("sglang", "torch", "transformers", "triton", "sglang-chunk-cache")
 
 
 def describe_machine() -> dict[str, Any]:
-    """Processor, cores that this process may use, memory in GiB, accelerator, load average of the last minute."""
+    """Processor, cores that this process may use, memory in GiB, accelerator, system, load average of one minute."""
     return {
         "cpu": cpu_name(),
         "cores": len(os.sched_getaffinity(0)),
@@ -34,7 +34,7 @@ def describe_machine() -> dict[str, Any]:
 
 
 def describe_code() -> dict[str, Any]:
-    """Versions, commit (with `+changes` where the tree differs from it) and date."""
+    """Versions, date, and the commit, with `+changes` if the code differs from it."""
     return {
         "python": platform.python_version(),
         **{package: _version(package) for package in PACKAGES},
@@ -44,7 +44,7 @@ def describe_code() -> dict[str, Any]:
 
 
 def cpu_name() -> str:
-    """The processor's name where the system tells it."""
+    """The processor's name, or its architecture where the system tells no name."""
     info = Path("/proc/cpuinfo")
     if info.is_file():
         for line in info.read_text().splitlines():
@@ -66,7 +66,7 @@ def packages_of(tree: Path) -> list[Path]:
 
 
 def commit_of(tree: Path) -> str | None:
-    """The commit that a checkout is at, `+changes` where code differs that is measured or measures; or None."""
+    """The commit of a checkout, with `+changes` if packages or benchmarks differ from it; None without git."""
     code = ("python", "scheduler", "sgl-kernel-ext", "benchmark", ":(exclude)benchmark/results")
     try:
         head = _git(tree, "rev-parse", "--short=12", "HEAD")

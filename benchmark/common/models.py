@@ -1,12 +1,12 @@
 """Random models for measurements, written as Hugging Face folders on the spot.
 
-- `LlamaShape` says how large; `make_llama` writes one and returns its folder, `make_latent` one of the same size with
-  latent attention; `cached_llama` is shared by all measurements of a shape. The same shape and seed give the same
-  weights, and a folder that already holds them is left as it is.
-- `make_random` writes any class by its configuration.
+- `LlamaShape` is the size of a model. `make_llama` writes a Llama of a shape and returns its folder, `make_latent` does
+  so with latent attention; `cached_llama` returns the Llama that all measurements of a shape share. The same shape and
+  seed give the same weights; a folder that already holds them is not written again.
+- `make_random` writes a model of any class, given its configuration.
 - `train_tokenizer` makes a byte-level BPE tokenizer from texts.
 
-The weights have the spread of a fresh initialisation: time and memory do not depend on them, answers mean nothing.
+The weights are freshly initialised: time and memory do not depend on them, but answers mean nothing.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class LlamaShape:
 
     @property
     def num_parameters(self) -> int:
-        """All weights but the norms."""
+        """All weights except the norms."""
         head_dim = self.hidden // self.heads
         attention = 2 * self.hidden * head_dim * (self.heads + self.kv_heads)
         return self.layers * (attention + 3 * self.hidden * self.intermediate) + 2 * self.vocab * self.hidden
@@ -63,7 +63,7 @@ class LlamaShape:
 
 
 def cached_llama(shape: LlamaShape) -> Path:
-    """Folder of the model without a tokenizer that all measurements of this shape share."""
+    """Folder of the model that all measurements of this shape share; it has no tokenizer."""
     return make_llama(CACHE_DIR / f"llama-{shape.layers}x{shape.hidden}", shape)
 
 
@@ -79,7 +79,7 @@ def make_llama(
 
 
 LATENT_RANK, LATENT_ROTATED = 128, 32
-"""Numbers of a latent row: 160 against 512 of grouped heads, as DeepSeek-V3's 576 against 2,048 of 8 heads of 128."""
+"""Sizes of a latent row: 160 numbers against 512 of grouped heads; DeepSeek-V3: 576 against 2,048 (8 heads of 128)."""
 
 
 def make_latent(out_dir: str | Path, shape: LlamaShape) -> Path:
@@ -129,7 +129,7 @@ def _size(shape: LlamaShape) -> dict[str, Any]:
 
 
 def make_random(out_dir: Path, config: Mapping[str, Any]) -> Path:
-    """Writes a random model of this `config.json`, in its number format; made on a GPU where one is."""
+    """Writes a random model of this `config.json`, in its number format; made on a GPU if there is one."""
 
     def make() -> Any:
         with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
@@ -141,7 +141,7 @@ def make_random(out_dir: Path, config: Mapping[str, Any]) -> Path:
 
 
 def _write_once(out_dir: Path, recipe: list[Any], make: Callable[[], Any], seed: int = 0) -> Path:
-    """Writes the weights of what is made, unless the folder holds those of this recipe."""
+    """Makes a model and writes it, unless the folder already holds the model of this recipe."""
     text, mark = json.dumps(recipe), out_dir / ".recipe.json"
     if mark.exists() and mark.read_text() == text:
         return out_dir

@@ -1,4 +1,4 @@
-"""Two ways to do the same, measured in pairs: `loss_of_pairs`, and `loss_cells` of it for a table."""
+"""Two ways to do the same, measured in pairs: `loss_of_pairs`, and `loss_cells`, its cells for a table."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LOSS_HEADER = ("loss", "95 % interval", "target")
 
 
 def loss_of_pairs(pairs: list[tuple[float, float]], target: float) -> dict[str, Any]:
-    """How much longer (with, without) seconds are with, in percent, pair by pair."""
+    """How much longer "with" takes than "without", in percent: the median over pairs of seconds (with, without)."""
     losses = [100 * (with_s / without_s - 1) for with_s, without_s in pairs]
     low, high = _bootstrap_median(losses)
     loss = statistics.median(losses)

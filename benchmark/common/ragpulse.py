@@ -1,14 +1,14 @@
-"""RAGPulse: a trace of a real RAG service, by ids of blocks of text and their lengths; equal ids mean equal text.
+"""RAGPulse: a trace of a real RAG service. It has ids and lengths of blocks of text; equal ids mean equal text.
 
-    read_ragpulse    the requests of a folder, in the order of their arrival
-    block_tokens     the text that a block is given here, as token ids: the same id, the same text
+    read_ragpulse    reads the requests of a folder, in the order of their arrival
+    block_tokens     makes up the text of a block, as token ids: equal ids give equal text
 
 The folder holds `trace.jsonl` and one file of lengths per kind of block, `FILES`. A prompt is laid out as
 
     | system | passages | history | web | user | template |
 
-which is the order that the trace's own field names suggest; it does not say. `template` is what `input_length` has
-beyond the blocks: a few tokens of the chat template. The trace itself is not in this project: RAGPulse, MIT licence.
+The trace does not state this order; the names of its fields suggest it. `template` is `input_length` less the blocks: a
+few tokens of the chat template. The trace itself, RAGPulse under the MIT licence, is not in this project.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ FILES: Mapping[str, tuple[str, str]] = MappingProxyType(
         "web_search": ("5_web_search.jsonl", "web_search_id"),
     }
 )
-"""File of lengths and name of the id in it, by the trace's name for a kind of block."""
+"""For each kind of block, as the trace names it: its file of lengths, and the field of the id in that file."""
 
 
 @dataclass(frozen=True, slots=True)
 class PulseRequest:
-    """One request; blocks are given by id."""
+    """One request; blocks are ids."""
 
     time_s: float
-    """Since the first request."""
+    """Arrival, since the first request."""
     session: int
     output_len: int
     system: tuple[int, ...]
@@ -60,19 +60,19 @@ class PulseRequest:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RagPulse:
-    """A trace that was read."""
+    """A trace as read from a folder."""
 
     requests: tuple[PulseRequest, ...]
     lengths: Mapping[int, int]
-    """Tokens by id of a block."""
+    """Tokens of each block, by its id."""
     sha256: Mapping[str, str]
-    """Of the files that it was read from, by their names."""
+    """Digests of the files of the trace, by their names."""
 
     def prompt_len(self, request: PulseRequest) -> int:
         return sum(self.lengths[block] for block in request.blocks) + request.template_len
 
     def scaled(self, share: float, output_share: float) -> RagPulse:
-        """The same requests with blocks and answers of such shares of their length, one token at least; times stay."""
+        """The same requests with blocks and answers cut to these shares of their length, at least one token each."""
         assert 0 < min(share, output_share) <= max(share, output_share) <= 1, f"shares {share}, {output_share}"
         requests = tuple(
             replace(
@@ -173,11 +173,11 @@ def _integer(value: Mapping[str, Any], field: str, where: str, least: int) -> in
 
 
 TEMPLATE = 2**40
-"""Stands for the template's tokens where a block's id is asked for."""
+"""The id given to `block_tokens` for the template's tokens."""
 
 
 def block_tokens(block: int, length: int, vocab: range) -> tuple[int, ...]:
-    """Token ids drawn from the id of the block: equal blocks are equal, and what is asked for before changes nothing.
+    """Token ids of a block, drawn with its id as the seed: equal ids give equal tokens, whatever was drawn before.
 
     Args:
         vocab: the ids to draw from.

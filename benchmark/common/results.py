@@ -24,7 +24,7 @@ RESULTS_DIR = ROOT / "benchmark" / "results"
 
 @dataclass(frozen=True)
 class Spread:
-    """Repeated measurements of one thing, in its unit."""
+    """Summary of repeated measurements, in their unit."""
 
     median: float
     min: float
@@ -44,7 +44,7 @@ class Spread:
 
 
 def describe_run() -> dict[str, Any]:
-    """How, where and with what a measurement runs; call it before, so that the load is not its own."""
+    """Command, machine and versions of a measurement; call it first, so that the load average is that before it."""
     script = Path(sys.argv[0]).resolve()
     name = str(script.relative_to(ROOT)) if script.is_relative_to(ROOT) else script.name
     return {
@@ -55,7 +55,7 @@ def describe_run() -> dict[str, Any]:
 
 
 def without_folders(text: str) -> str:
-    """Arguments of a command without where their files lie, also of `jsonl:FILE` and of flags within a flag."""
+    """An argument without the folders of absolute paths, also within `jsonl:FILE` and flags within a flag."""
     return re.sub(r"(^|[\s:=])/\S*/", r"\1.../", text)
 
 
@@ -65,7 +65,7 @@ def named(path: Path) -> str:
 
 
 def result_dir(args: argparse.Namespace, name: str) -> Path:
-    """Where results go: what `--out` names, the folder of this name, or with `--quick` one that is not kept."""
+    """Folder of the results: `--out` if given; with `--quick` one that is not kept; else `results/NAME`."""
     chosen: Path | None = args.out
     return chosen or (CACHE_DIR if args.quick else RESULTS_DIR / name)
 

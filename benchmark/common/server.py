@@ -1,9 +1,9 @@
-"""A real SGLang server for measurements: the one of the commands, with the requests that benchmarks make.
+"""A real SGLang server for measurements: the `OwnServer` of the commands, with the requests that benchmarks make.
 
-- `Server(model_dir, *flags)` is started, waited for and stopped as an `OwnServer`.
-- `generate`, `stream`, `post`, `get` ask it and raise as `ServerClient.send`.
-- `bad_log_lines`: what it has logged that a healthy one does not.
-- `pause`, `resume`: an idle SGLang server keeps a core busy with waiting; one that is not measured just now is paused.
+- `Server(model_dir, *flags)` is started, waited for and stopped like an `OwnServer`.
+- `generate`, `stream`, `post`, `get` send requests and raise like `ServerClient.send`.
+- `bad_log_lines`: lines of the log that a healthy server does not write.
+- `pause`, `resume`: an idle SGLang server keeps a core busy by polling, so one that is not being measured is paused.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ __all__ = ["Server", "ServerError", "Timed", "free_port", "leave_on_sigterm", "o
 
 @dataclass(frozen=True)
 class Timed:
-    """A reply of the server and the client's own clock.
+    """A reply of the server, with times by the client's clock.
 
     Attributes:
-        reply: the JSON object of the (last) event.
+        reply: the JSON object of the reply, or of the last event of a stream.
         first_s: seconds from sending the request to the first generated token.
         total_s: seconds from sending the request to the end of the reply.
     """
@@ -38,7 +38,7 @@ class Timed:
 
     @property
     def chunk_cache(self) -> dict[str, Any]:
-        """What the chunk cache says of this request."""
+        """The `chunk_cache` object of the reply."""
         return self.reply["meta_info"]["chunk_cache"]
 
 
@@ -50,11 +50,11 @@ class Server(OwnServer):
 
     @property
     def bad_log_lines(self) -> list[str]:
-        """Lines of the log that tell of a crash or of slots that nobody owns."""
+        """Lines of the log that tell of a crash or of leaked KV slots."""
         return [line for line in self.log.splitlines() if any(bad in line for bad in _BAD_LOG)]
 
     def pause(self) -> None:
-        """Stops the clock of all its processes; a request that is sent meanwhile waits."""
+        """Stops all its processes; a request that is sent meanwhile waits."""
         signal_group(self.pid, signal.SIGSTOP)
 
     def resume(self) -> None:
@@ -96,7 +96,7 @@ class Server(OwnServer):
         chunk_cache: Mapping[str, Any] | None = None,
         **body: Any,
     ) -> Timed:
-        """A reply as of `generate`, but streamed: `first_s` is the arrival of the first event."""
+        """Like `generate`, but streamed: `first_s` is the arrival of the first event."""
         request = {**_request(prompt, max_new_tokens, chunk_cache, body), "stream": True}
         first_s, last = 0.0, ""
         began = time.perf_counter()

@@ -1,10 +1,10 @@
-"""What reuse does to answers: the same questions to stock SGLang and under a few methods and ratios.
+"""How reuse changes answers: the same questions to stock SGLang and under a few methods and ratios.
 
-- `ask_all` asks one server; `qualities_of` compares with full prefill, condition by condition.
-- `make_notes` are questions to the trained model of this repository, and `count_right` its right answers by kind.
+- `ask_all` asks one server; `qualities_of` compares each condition with full prefill.
+- `make_notes` makes questions for the trained model of this repository, `count_right` counts right answers by family.
 
-The trained model (`benchmark/quality/models/`) has a million parameters and knows one thing: notes in a made-up
-language of some 180 words. It is right on what it was trained for, so a wrong answer is the doing of reuse.
+The trained model (`benchmark/quality/models/`) has a million parameters and reads only notes in a made-up language of
+some 180 words. It answers what it was trained for, so wrong answers come from reuse.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ class Quality:
     """Answers under one condition beside those of full prefill.
 
     Attributes:
-        num_same: answers that are full prefill's, word by word.
+        num_same: answers whose text equals full prefill's.
         kl: mean KL of the first token's distribution to full prefill's, nats.
-        loss: nats per token by which full prefill's own answers became less likely, mean.
+        loss: how much less likely full prefill's own answers became, mean nats per token.
     """
 
     num: int
@@ -64,13 +64,13 @@ def make_notes(num: int) -> tuple[list[Question], list[Prompt]]:
 
 
 def ask_all(client: ServerClient, prompts: Sequence[Prompt], max_new_tokens: int) -> Replies:
-    """All prompts under all conditions; passages are computed alone first, then reused. Replies in the prompts' order.
+    """Asks all prompts under all conditions, after each passage was computed alone; replies in the prompts' order.
 
     Raises:
         SetupError: a passage was not reused.
     """
     session = Session(client, Asking(max_new_tokens, likelihood=True), salt="answers-")
-    asked = [replace(prompt, answer="") for prompt in prompts]  # full prefill's own answer is enough
+    asked = [replace(prompt, answer="") for prompt in prompts]  # only full prefill's own answer is compared
     full = {reply.prompt: reply for replies in session.ask_reference(asked) for reply in replies}
     found: dict[Condition, dict[str, Reply]] = {REFERENCE: full, **{condition: {} for condition in REUSED}}
     for block in session.blocks(asked, {key: reply.prompt_len for key, reply in full.items()}):
@@ -82,7 +82,7 @@ def ask_all(client: ServerClient, prompts: Sequence[Prompt], max_new_tokens: int
 
 
 def qualities_of(replies: Replies) -> dict[Condition, Quality]:
-    """By condition, without the reference."""
+    """The quality of each condition except the reference."""
     return {condition: _quality(replies[REFERENCE], replies[condition]) for condition in REUSED}
 
 

@@ -1,7 +1,7 @@
 """The demo's corpus: this repository's own prose, cut into passages, and questions about it.
 
-Verbs: `read_corpus` (files -> sections), `cut_passages` (sections -> passages of similar length), `train_on_corpus`
-(both, with a tokenizer made for them), `ask_questions`.
+`read_corpus`: files -> sections; `cut_passages`: sections -> passages of similar length; `train_on_corpus`: both, with
+a tokenizer trained on the text; `ask_questions`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from benchmark.common.models import train_tokenizer
 from sklearn.feature_extraction.text import ENGLISH_STOP_WORDS
 from transformers import PreTrainedTokenizerFast
 
-# Whatever of these is missing is left out.
+# Missing files are skipped.
 PATTERNS = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/**/*.md", "LICENSE")
 _HEADING = re.compile(r"^(#{1,4})\s+(.+?)\s*$")
 _SENTENCE_END = re.compile(r"(?<=[.!?:;])\s+")
@@ -35,7 +35,7 @@ class Section:
 
 @dataclass(frozen=True)
 class Passage:
-    """What is retrieved as a whole: one chunk of a prompt."""
+    """A text that is retrieved as a whole: one chunk of a prompt."""
 
     title: str
     text: str
@@ -50,10 +50,10 @@ class Question:
 
 
 def read_corpus(root: Path) -> list[Section]:
-    """All sections of the files that are there, in a fixed order.
+    """All sections of the files that exist, in a fixed order.
 
     Raises:
-        FileNotFoundError: none of the files is there.
+        FileNotFoundError: none of the files has any text.
     """
     files = sorted({path for pattern in PATTERNS for path in root.glob(pattern) if path.is_file()})
     sections = [
@@ -85,7 +85,7 @@ def _sections(name: str, text: str) -> list[Section]:
 def cut_passages(
     sections: Iterable[Section], count_tokens: Callable[[str], int], *, min_len: int = 150, max_len: int = 300
 ) -> list[Passage]:
-    """Passages of about `min_len` to `max_len` tokens; paragraphs stay whole where they are not longer than that.
+    """Passages of about `min_len` to `max_len` tokens; only paragraphs longer than `max_len` are cut.
 
     Args:
         count_tokens: length of a text in tokens.
@@ -114,7 +114,7 @@ def _passage(title: str, parts: Sequence[str]) -> Passage:
 
 
 def _pieces(section: Section, count_tokens: Callable[[str], int], max_len: int) -> list[str]:
-    """The paragraphs of a section, long ones cut at lines or at the ends of sentences."""
+    """The paragraphs of a section; long ones are cut at line breaks or at the ends of sentences."""
     pieces = []
     for paragraph in section.paragraphs:
         if count_tokens(paragraph) <= max_len:
@@ -133,16 +133,16 @@ def _pieces(section: Section, count_tokens: Callable[[str], int], max_len: int) 
 
 
 def train_on_corpus(vocab: int) -> tuple[PreTrainedTokenizerFast, list[Passage]]:
-    """A tokenizer trained on this repository's prose, and the passages that it cuts it into."""
+    """A tokenizer trained on this repository's prose, and the prose cut into passages."""
     sections = read_corpus(ROOT)
     tokenizer = train_tokenizer((text for section in sections for text in section.paragraphs), vocab)
     return tokenizer, cut_passages(sections, lambda text: len(tokenizer.tokenize(text)))
 
 
 def ask_questions(passages: Sequence[Passage], num_questions: int, num_topics: int, seed: int) -> list[Question]:
-    """Questions about `num_topics` topics in turns, so that passages come again in other company and order.
+    """Questions about `num_topics` topics in turns, so that passages are retrieved again in other combinations.
 
-    A topic is a pair of neighbouring passages of the corpus; each question about it quotes other words of them.
+    A topic is a pair of neighbouring passages of the corpus; each question quotes random words of both.
     """
     draw = random.Random(seed)
     pairs = list(pairwise(passages)) or [(passages[0], passages[0])]
@@ -158,7 +158,7 @@ def ask_questions(passages: Sequence[Passage], num_questions: int, num_topics: i
 
 
 def _quote(draw: random.Random, passage: Passage, num_words: int) -> list[str]:
-    """Up to `num_words` different words of the passage that say something about it, in a new order."""
+    """Up to `num_words` random distinct words of the passage, without stop words."""
     words = dict.fromkeys(word.lower() for word in _WORD.findall(passage.text))
     words = [word for word in words if word not in ENGLISH_STOP_WORDS] or ["it"]
     return draw.sample(words, min(num_words, len(words)))

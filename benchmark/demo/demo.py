@@ -3,11 +3,11 @@
     make demo                  (or: python benchmark/demo/demo.py [--questions 30] [--answers 24])
     make demo MODEL=FOLDER     speed and quality of a model of yours
 
-Passages are cut from the documents, TF-IDF retrieves 4 to 6 of them per question. The first table shows questions whose
-passages are all known: time to the first token by stock SGLang and with reuse, and beside it what became of the
-answers. The second shows the same server from an empty cache on. Without a model of yours, time is that of a model of
-random weights, whose answers mean nothing, and quality that of a small trained one, which is too small to be timed.
-Nothing is fetched from a network. A GPU is used where there is one.
+The documents are cut into passages, and TF-IDF retrieves 4 to 6 of them per question. The first table is about
+questions whose passages are all stored: the time to the first token by stock SGLang and with reuse, and the quality of
+the answers. The second table starts from an empty cache. Without a model of yours, time is measured on a model of
+random weights, whose answers mean nothing, and quality on a small trained one, which is too small to be timed.
+Nothing is fetched from a network. A GPU is used if there is one.
 """
 
 from __future__ import annotations
@@ -69,12 +69,12 @@ NUM_TOPICS = 8
 SEED = 0
 NUM_QUESTIONS, NUM_QUESTIONS_OF_YOURS = 30, 8  # a real model is slow on a CPU
 NUM_WARM, NUM_WARM_OF_YOURS = 12, 6
-NOTES_LEN = 6  # tokens of an answer of the trained model, at most
+NOTES_LEN = 6  # most tokens of an answer of the trained model
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What the tables show."""
+    """All that the tables show."""
 
     clocked: list[Clocked]
     qualities: dict[Condition, Quality]
@@ -100,7 +100,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def prompts_of(passages: list[Passage], num: int) -> list[tuple[Question, Prompt]]:
-    """Questions about the passages, with what is retrieved for each."""
+    """Questions about the passages, with a prompt of the passages retrieved for each."""
     retriever = Retriever(passages)
     questions = ask_questions(passages, num, NUM_TOPICS, SEED)
     return [(q, make_prompt(retriever.find(q.text, q.num_passages), q)) for q in questions]
@@ -126,7 +126,7 @@ def progress_of(console: Console) -> Progress:
 def clock(
     server: Server, asked: list[tuple[Question, Prompt]], num_warm: int, console: Console
 ) -> tuple[list[Clocked], list[Exchange]]:
-    """Both parts that have a clock: every passage known, and from an empty cache on."""
+    """Times both parts: every passage known, and from an empty cache."""
     warm_up(server)
     warm = [prompt for _, prompt in asked[:num_warm]]
     with progress_of(console) as progress:
@@ -141,7 +141,7 @@ def clock(
 
 
 def measure_ours(args: argparse.Namespace, console: Console) -> Measured:
-    """Quality on the trained model, time on a larger one of random weights."""
+    """Measures quality on the trained model, and time on a larger one of random weights."""
     questions, prompts = make_notes(args.answers)
     quality_on = f"trained model of 1 M parameters, {len(prompts)} questions about notes of the kinds in table 3"
     console.print(f"quality: {os.path.relpath(MODEL_DIR)}, {quality_on}", soft_wrap=True)
@@ -160,7 +160,7 @@ def measure_ours(args: argparse.Namespace, console: Console) -> Measured:
 
 
 def measure_yours(args: argparse.Namespace, console: Console) -> Measured:
-    """Time and quality on one model, with the same prompts."""
+    """Measures time and quality on the user's model, with the same prompts."""
     tokenizer = load_tokenizer(str(args.model))
     passages = cut_passages(read_corpus(ROOT), lambda text: len(tokenizer.tokenize(text)))
     asked = prompts_of(passages, args.questions)
@@ -175,7 +175,7 @@ def measure_yours(args: argparse.Namespace, console: Console) -> Measured:
 
 
 def show(found: Measured, run: dict[str, Any], console: Console) -> None:
-    """Tables, legends, summary; JSON in the output folder."""
+    """Prints tables, legends and a summary; writes JSON into the output folder."""
     console.print()
     console.print(warm_table(found.clocked, found.qualities))
     console.print(f"Time on: {found.time_on}.", style="dim", soft_wrap=True)

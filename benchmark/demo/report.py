@@ -29,7 +29,7 @@ LEGEND_COLD = (
 
 
 def name_of(condition: Condition) -> str:
-    """What a newcomer understands."""
+    """Name of a condition in the tables."""
     if condition == REFERENCE:
         return "stock SGLang, full prefill"
     if condition.ratio == 0:
@@ -42,7 +42,7 @@ def name_of(condition: Condition) -> str:
 
 
 def warm_table(clocked: Sequence[Clocked], qualities: Mapping[Condition, Quality]) -> Table:
-    """One row per condition: time, and what it does to answers."""
+    """One row per condition: times, and quality of the answers."""
     table = Table(title="1. Every passage is known: speed and quality", title_justify="left", box=SIMPLE_HEAD)
     table.add_column("", no_wrap=True)
     for name in ("first token, ms", "whole answer, ms", "sooner", "same answer", "KL", "nats lost"):
@@ -60,20 +60,20 @@ def warm_table(clocked: Sequence[Clocked], qualities: Mapping[Condition, Quality
 
 
 def medians(clocked: Sequence[Clocked], condition: Condition) -> tuple[float, float]:
-    """Seconds to the first and to the last token."""
+    """Median seconds to the first and to the last token."""
     own = [one for one in clocked if one.condition == condition]
     return statistics.median(one.first_s for one in own), statistics.median(one.total_s for one in own)
 
 
 def sooner(clocked: Sequence[Clocked], condition: Condition) -> float:
-    """How many times sooner than stock the first token comes, median over the prompts."""
+    """Stock's time to the first token divided by the condition's: the median over the prompts."""
     stock = [one.first_s for one in clocked if one.condition == REFERENCE]
     own = [one.first_s for one in clocked if one.condition == condition]
     return statistics.median(a / b for a, b in zip(stock, own, strict=True))
 
 
 def cold_table(exchanges: Sequence[Exchange]) -> Table:
-    """One row per ten questions, then all."""
+    """One row per ten questions, then one for all."""
     title = f"2. An empty cache: the first {len(exchanges)} questions, default method"
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
     for name in ("questions", "passages (new)", "prompt tokens", "reused", "recomputed", "stock ms", "reuse ms"):
@@ -116,7 +116,7 @@ def kinds_table(right: Mapping[Condition, Mapping[str, tuple[int, int]]]) -> Tab
 def summarize(
     clocked: Sequence[Clocked], qualities: Mapping[Condition, Quality], exchanges: Sequence[Exchange]
 ) -> list[str]:
-    """Sentences with the figures that matter."""
+    """Sentences with the main figures."""
     quality = qualities[DEFAULT]
     cold = statistics.median(one.speedup for one in exchanges)
     return [
@@ -135,7 +135,7 @@ def write_json(
     path: Path,
     about: Mapping[str, Any],
 ) -> None:
-    """Everything that was measured."""
+    """Writes everything that was measured as JSON."""
     path.parent.mkdir(parents=True, exist_ok=True)
     warm = [{"condition": name_of(c.condition), "first_s": c.first_s, "total_s": c.total_s} for c in clocked]
     quality = {name_of(condition): asdict(one) for condition, one in qualities.items()}

@@ -1,7 +1,7 @@
-"""Asking with a clock: `time_warm` (every passage is stored before), `ask_both` (nothing is, when the first one comes).
+"""Timed requests: `time_warm` (every passage was stored before), `ask_both` (from an empty cache).
 
-All sides are the same server. Stock is `"mode": "off"`: SGLang's own prefix cache works, nothing else. The sides live
-in partitions (`extra_key`), in which neither finds what the other has left; the one that goes first changes with
+Both sides, stock and reuse, are the same server. Stock is `"mode": "off"`: only SGLang's own prefix cache works. Each
+side has its own partition (`extra_key`), so neither finds what the other stored. The side that goes first changes with
 every question.
 """
 
@@ -58,7 +58,7 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Clocked:
-    """One prompt under one condition, with every passage stored before: seconds to the first token, and to the last."""
+    """Seconds to the first and the last token of one prompt under one condition; every passage was stored before."""
 
     condition: Condition
     first_s: float
@@ -72,12 +72,12 @@ def make_prompt(passages: Sequence[Passage], question: Question) -> Prompt:
 
 
 def unmarked(text: str) -> str:
-    """The text without separators: documents may speak of the separator, but must not mark anything."""
+    """The text without separators: documents may mention the separator, but must not mark chunks."""
     return text.replace(SEPARATOR, "(separator)")
 
 
 def warm_up(server: Server) -> None:
-    """One short request of each side in partitions of their own, so that first-time costs are nobody's."""
+    """Sends short requests of both sides in extra partitions, so that first-time costs are not measured."""
     prompt = SEPARATOR.join(["Warm up.", " One passage.", " Another passage.", " Done?"])
     for _ in range(2):
         server.stream(prompt, max_new_tokens=2, chunk_cache={"mode": "off"}, extra_key="up-stock")
@@ -88,10 +88,10 @@ def warm_up(server: Server) -> None:
 def time_warm(
     server: Server, prompts: Sequence[Prompt], conditions: Sequence[Condition], tick: Callable[[], None]
 ) -> list[Clocked]:
-    """Every prompt under stock and every condition, after each passage was computed behind the system prompt.
+    """Times every prompt under stock and every condition, after each passage was computed behind the system prompt.
 
-    Stock is prepared as far as it can be: its prefix cache finds the system prompt and the first passage of every
-    prompt; what it has answered stays in its cache, as it would.
+    Stock is prepared as far as possible: its prefix cache holds the system prompt and the first passage of every
+    prompt, and the prompts that it has answered stay in the cache.
     """
     primed = [prompt.priming() for prompt in prompts]
     for body in dict.fromkeys(body for bodies in primed for body in bodies):

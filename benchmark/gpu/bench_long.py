@@ -3,13 +3,13 @@
     python benchmark/gpu/bench_long.py --model DIR [--prompts 8192,16384,32768] [--ratios 0.05,0.15] [--repeats 5]
     python benchmark/gpu/bench_long.py --shape llama-8b         # random weights of that shape, made in place
 
-Prompts as in benchmark/ttft: random token ids, every chunk primed alone behind the system prompt, each measured prompt
-with a new order and a new question; stock is `"mode": "off"` on the same server, with its prefix cache on. `--flags`
-goes to the server.
+Prompts are as in benchmark/ttft: random token ids; every chunk is primed alone behind the system prompt; each
+measured prompt has a new order and a new question. Stock is `"mode": "off"` on the same server, with its prefix cache
+on. `--flags` goes to the server.
 
-Weights of `--shape` have the spread of a fresh initialisation. With SGLang's dummy weights, a twentieth of that, all
-scores are equal and the earliest rows are taken; so the rows of every method that scores are looked at, and where they
-do not spread the run ends. Needs disk for the weights (16 GB for `llama-8b`).
+Weights of `--shape` are freshly initialised. SGLang's dummy weights have a twentieth of that spread: all scores would
+be equal, and methods would choose the earliest rows. The run fails if the rows of a method that scores do not spread
+over the prompt. Needs disk for the weights (16 GB for `llama-8b`).
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ SHAPES = {
     },
 }  # fmt: skip
 MIN_LATE, MAX_FIRST = 0.1, 0.99
-"""Share of chosen rows in the second half of the reused tokens, at least; at the beginnings of chunks, at most."""
+"""Least share of the chosen rows in the second half of the chunks, and most at the beginnings of chunks."""
 MEASURED = ("epic", "near", "near-words", "cache-craft", "fusionrag", "cacheblend", "a3", "question-drift")
 
 
@@ -79,7 +79,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def model_of(args: argparse.Namespace) -> tuple[Path, dict[str, Any]]:
-    """The folder and its configuration."""
+    """Folder of the model, and its configuration."""
     folder = args.model
     if folder is None:
         folder = make_random(ROOT / ".cache" / "bench" / args.shape, SHAPES[args.shape])
@@ -87,7 +87,7 @@ def model_of(args: argparse.Namespace) -> tuple[Path, dict[str, Any]]:
 
 
 def size_of(prompt_len: int, chunk_len: int, config: dict[str, Any]) -> Size:
-    """A prompt of about so many tokens."""
+    """The size of a prompt of about `prompt_len` tokens."""
     num_chunks = (prompt_len - 128) // chunk_len
     heads = config["num_attention_heads"]
     shape = LlamaShape(
@@ -98,7 +98,7 @@ def size_of(prompt_len: int, chunk_len: int, config: dict[str, Any]) -> Size:
 
 
 def systems_of(methods: str, ratios: str) -> list[System]:
-    """Stock first."""
+    """The systems to measure; stock is the first."""
     return [
         STOCK,
         System("full-reuse", {"method": "full-reuse"}),
@@ -118,7 +118,7 @@ def measure(server: Server, args: argparse.Namespace, config: dict[str, Any]) ->
         server.flush()
         work = Workload(size, seed=number)
         began = time.perf_counter()
-        # One round unmeasured: what is compiled or captured at its first use.
+        # A round that does not count: kernels are compiled, and graphs captured, at their first use.
         time_reuse(server, work, systems, 1, lambda what: None)
         rows = time_reuse(server, work, systems, args.repeats, lambda what: None)
         spread = {system.name: spread_of(server, work, system) for system in systems if scores(system)}
@@ -129,7 +129,7 @@ def measure(server: Server, args: argparse.Namespace, config: dict[str, Any]) ->
 
 
 def scores(system: System) -> bool:
-    """Whether it takes the tokens that score best, in the forward or by a statistic."""
+    """Whether its method chooses rows by scores, in the forward or from a stored statistic."""
     if system is STOCK:
         return False
     method = METHODS[system.options["method"]]
@@ -137,10 +137,10 @@ def scores(system: System) -> bool:
 
 
 def spread_of(server: Server, work: Workload, system: System) -> dict[str, float]:
-    """Where the chosen rows stand in one prompt.
+    """Shares of the chosen rows of one prompt in its second half, and at the beginnings of chunks.
 
     Raises:
-        RuntimeError: all at the beginning, of the prompt or of each chunk: as where scores are equal.
+        RuntimeError: the rows stand at the beginning of the prompt, or of each chunk, as with equal scores.
     """
     prompt = work.fresh()
     options = {"spans": prompt.spans, "explain": True, **system.options}

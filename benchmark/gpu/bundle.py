@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""SGLang and this project with all they need, gathered for a CUDA host without internet (docs/gpu.md).
+"""Packs SGLang and this project, with all their packages, for a CUDA host without internet (docs/gpu.md).
 
     benchmark/gpu/bundle.py [--python 3.12] [--assume FREEZE] [--without @benchmark/gpu/unneeded.txt] [--gpu 90]
     benchmark/gpu/bundle.py --folder MODEL --out build/model      # packs a folder instead, such as a model's
@@ -26,13 +26,13 @@ from fatbin import keep_only
 
 ROOT = Path(__file__).resolve().parents[2]
 MIB = 1 << 20
-BLOCK_BYTES = 16 * MIB  # compressed alone, so that all cores of the host unpack
+BLOCK_BYTES = 16 * MIB  # each block is compressed alone, so that all cores of the host unpack
 PLATFORM = "x86_64-manylinux_2_34"
-STRIPPED_FROM = 64 * MIB  # libraries of this size lose symbols that only a debugger reads
+STRIPPED_FROM = 64 * MIB  # from this size on libraries lose symbols that only a debugger reads
 
 
 class Parts:
-    """Folders part00, part01, ... of at most `part_bytes`, written as one file that is cut and compressed."""
+    """A writable file that is cut into blocks, compressed, and stored in folders part00, ... of up to `part_bytes`."""
 
     def __init__(self, out: Path, part_bytes: int) -> None:
         self._out, self._part_bytes = out, part_bytes
@@ -52,7 +52,7 @@ class Parts:
         return len(data)
 
     def close(self) -> None:
-        """Writes what is left, the manifest and what the host runs."""
+        """Writes the rest, the manifest and unpack.py."""
         self._cut()
         while self._pending:
             self._store(self._pending.popleft().result())
@@ -85,11 +85,11 @@ def pack(folder: Path, out: Path, part_bytes: int) -> None:
 
 
 def install(uv: str, args: argparse.Namespace, tree: Path) -> None:
-    """Installs for the host what the project asks for, but for what the host has and what is left out."""
+    """Installs what the project requires, for the host, except what the host has (`--assume`) and `--without`."""
     pins = args.out.with_name("requirements.txt")
     pins.parent.mkdir(parents=True, exist_ok=True)
     assumed = args.assume.read_text() if args.assume else ""
-    pins.write_text(assumed)  # uv keeps versions that it finds there wherever they fit
+    pins.write_text(assumed)  # uv keeps the versions that it finds there if they fit
     host = ("--python-version", args.python, "--python-platform", PLATFORM)
     quiet, extras = ("--quiet", "--no-header", "--no-annotate"), ("--extra", "server", "--extra", "bench")
     subprocess.run(
@@ -109,7 +109,7 @@ def install(uv: str, args: argparse.Namespace, tree: Path) -> None:
 
 
 def shrink(tree: Path, architecture: int) -> None:
-    """Takes out of `tree` static libraries, and out of the others what GPUs of one `architecture` never read."""
+    """Removes static libraries from `tree`, and from shared ones the GPU code of other architectures."""
     for archive in tree.rglob("*.a"):
         archive.unlink()
     for library in (path for path in tree.rglob("*.so*") if path.is_file() and not path.is_symlink()):

@@ -1,12 +1,11 @@
-"""The first hour on a GPU: every check and measurement that needs one, in order, and one report.
+"""Runs every check and measurement that needs a GPU, in order, and writes one report.
 
     python benchmark/gpu/check.py [--model DIR] [--backends fa3,triton] [--stages kernels,exactness] [--out FOLDER]
     python benchmark/gpu/check.py --rehearse        # small, on a CPU: what can be seen to work without a GPU
 
-A stage is a command of its own with a time limit. Its log and results lie in the folder of the results; a stage that
-has ended well is not run again (`--redo` runs it), so the check goes on where it was interrupted. The report says of
-each stage whether it held, and holds its tables. Without `--model`, long prompts run on random weights of
-Llama-3.1-8B's shape.
+A stage is a command with a time limit. Its log and results lie in the folder of the results. A stage that held is not
+run again, except with `--redo`, so an interrupted check continues where it was. The report says of each stage whether
+it held, and contains its tables. Without `--model`, long prompts run on random weights of Llama-3.1-8B's shape.
 """
 
 from __future__ import annotations
@@ -30,9 +29,9 @@ class Stage:
     """One command.
 
     Attributes:
-        what: it shows, as a part of a sentence.
+        what: what it shows, for the tables.
         command: arguments of this Python; `--out FOLDER` is added.
-        limit_s: seconds after which it is ended.
+        limit_s: seconds after which it is stopped.
     """
 
     name: str
@@ -42,7 +41,7 @@ class Stage:
 
 
 def stages(args: argparse.Namespace) -> list[Stage]:
-    """All of them, in the order in which they are worth knowing."""
+    """All stages, the most important first."""
     model = ("--model", str(args.model)) if args.model else ("--shape", "tiny" if args.rehearse else "llama-8b")
     long = ("--prompts", "1024", "--chunk-len", "64", "--repeats", "1") if args.rehearse else ()
     flags = ("--flags", "--max-total-tokens 80000") if args.rehearse else ("--flags", args.flags)
@@ -67,7 +66,7 @@ def stages(args: argparse.Namespace) -> list[Stage]:
 
 
 def run(stage: Stage, folder: Path) -> dict[str, object]:
-    """Runs a stage and returns what is kept of it."""
+    """Runs a stage; returns how it ended, its seconds and its command."""
     folder.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, *stage.command, "--out", str(folder)]
     began = time.monotonic()
@@ -83,7 +82,7 @@ def run(stage: Stage, folder: Path) -> dict[str, object]:
 
 
 def report(args: argparse.Namespace, found: dict[str, dict[str, object]]) -> list[str]:
-    """Lines of the document."""
+    """Lines of the report."""
     lines = ["# GPU check", "", *run_markdown(describe_run()), ""]
     if args.rehearse:
         lines += ["A rehearsal without a GPU: it shows that the check runs, not what a GPU does.", ""]

@@ -1,11 +1,12 @@
-"""Recompute ratio 1.0 against stock SGLang on a GPU, in bf16: the cases of the exactness matrix on every backend.
+"""Compares ratio 1.0 with stock SGLang on a GPU, in bf16: the cases of the exactness matrix on every backend.
 
     python benchmark/gpu/exactness.py [--fp8] [--backends fa3,triton] [--device cuda] [--cases NAME...] [--out FOLDER]
 
-In bf16 two ways of computing the same prompt differ by rounding, stock's own whole and chunked prefill too. So the
-difference of log-probabilities between ours and stock is held against that between stock in steps of 64 tokens and
-stock in one: at most `FACTOR` times as large. Tokens are compared until both sides first choose otherwise, where the
-two must have been as good as equal. `--device cpu` is a rehearsal.
+In bf16 two ways of computing the same prompt differ by rounding, even stock's whole and chunked prefill. So the
+difference of log-probabilities between ours and stock may be at most `FACTOR` times stock's own noise: the largest
+difference between two situations of stock on the same backend and KV pool, such as steps of 64 tokens or none. Tokens
+are compared up to the first that differs, whose two candidates must be almost equally likely. `--device cpu` is a
+rehearsal.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from exactness.cases import CASES
 from exactness.runner import Config, run_cases
 
 FACTOR = 2.0
-# Heads of 64, which every backend serves.
+# Heads of 64, which every backend supports.
 BASE = Config(hidden=256, max_total_tokens=8192)
 SITUATIONS = {
     "page 1, whole": {"page_size": 1},
@@ -36,13 +37,13 @@ SITUATIONS = {
 }
 POOLS = {
     "bfloat16": BASE,
-    "float8_e4m3fn": replace(BASE, kind="llama_fp8_kv"),  # asks for it, with scales
+    "float8_e4m3fn": replace(BASE, kind="llama_fp8_kv"),  # the checkpoint asks for FP8, with scales
     "float8_e5m2": replace(BASE, server=(("kv_cache_dtype", "fp8_e5m2"),)),
 }
 
 
 def configs_of(backend: str, pool: str, device: str) -> dict[str, Config]:
-    """What is run on a backend and a KV pool, by the name that the table uses."""
+    """Configurations of a backend and a KV pool, by their names in tables."""
     without_graphs = (("disable_cuda_graph", True),)
     base = POOLS[pool]
     server = (
@@ -61,9 +62,9 @@ def configs_of(backend: str, pool: str, device: str) -> dict[str, Config]:
 
 
 def difference(ours: list[Any], stock: list[Any]) -> tuple[float, int]:
-    """The largest difference of log-probabilities where both chose the same tokens, and how often they parted.
+    """The largest difference of log-probabilities up to the first differing token, and how many requests differ.
 
-    Where they part, what counts is how far apart the first side held its own choice and the other's.
+    At a differing token: how much more likely the first side found its own choice than the other side's.
     """
     largest, parted = 0.0, 0
     for mine, theirs in zip(ours, stock, strict=True):
@@ -79,7 +80,7 @@ def difference(ours: list[Any], stock: list[Any]) -> tuple[float, int]:
 
 
 def measure(backend: str, pool: str, device: str, cases: list[str]) -> list[dict[str, Any]]:
-    """One row per situation."""
+    """One row per situation of a backend and a KV pool."""
     configs = configs_of(backend, pool, device)
     rows = []
     stock_of: dict[str, Any] = {}
@@ -105,7 +106,7 @@ def measure(backend: str, pool: str, device: str, cases: list[str]) -> list[dict
         row["seconds"] = round(time.perf_counter() - began, 1)
         rows.append(row)
         print(backend, pool, name, row["difference"], row["stock_noise"], row["errors"], flush=True)
-    # The noise of a backend on a pool is the largest that any of its situations showed.
+    # The noise of a backend on a pool is the largest over its situations.
     noise = max((row["stock_noise"] or 0.0 for row in rows), default=0.0)
     for row in rows:
         row["met"] = not row["errors"] and row["difference"] <= FACTOR * noise
@@ -122,7 +123,7 @@ def main() -> int:
     parser.add_argument("--cases", nargs="+", default=list(CASES), help="names of cases (default: all)")
     parser.add_argument("--out", type=Path, default=RESULTS_DIR / "gpu", help="folder of the results")
     args = parser.parse_args()
-    from sglang_chunk_cache.start.pool_check import NOT_READ  # imports SGLang, which a process that is spawned need not
+    from sglang_chunk_cache.start.pool_check import NOT_READ  # imports SGLang, which spawned processes need not do
 
     rows = [
         row

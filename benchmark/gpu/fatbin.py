@@ -1,10 +1,10 @@
-"""GPU code of other architectures, cut out of shared libraries.
+"""Removes GPU code of other architectures from shared libraries.
 
-A CUDA library holds its kernels once per architecture, in fat binaries. `keep_only` rewrites each of them in its place
-to hold the code of one architecture and fills up with zeros: every address stays, the library loads as before and
+A CUDA library holds its kernels once per architecture, in fat binaries. `keep_only` rewrites each fat binary in place
+with the code of one architecture and fills the rest with zeros: every address stays, the library loads as before and
 compresses to a fraction.
 
-NVIDIA does not document the layout. Whatever does not look as expected is an error.
+NVIDIA does not document the layout. An unexpected layout raises an error.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from pathlib import Path
 _MAGIC = 0xBA55ED50
 _FATBIN = struct.Struct("<IHHQ")  # magic, version, bytes of this header, bytes of the entries
 _ENTRY = struct.Struct("<HHIQ12xI")  # kind, version, bytes of this header, bytes of code, architecture (90 for sm_90*)
-_PTX = 1  # the kind of text that a driver compiles for the architecture at hand, or a later one
+_PTX = 1  # kind: text that the driver compiles for its architecture or a later one
 
 
 def keep_only(library: Path, architecture: int) -> int:
-    """Takes out of `library` the code that a GPU of `architecture` (90 for an H100) cannot run.
+    """Removes from `library` the code that a GPU of `architecture` (90 for an H100) does not run.
 
     Returns:
-        Bytes taken out; 0 for a file that is no library or has no GPU code.
+        Bytes removed; 0 for a file that is no library or has no GPU code.
 
     Raises:
-        ValueError: a fat binary is laid out in another way than is known here.
+        ValueError: a fat binary has an unknown layout.
     """
     taken = 0
     with library.open("r+b") as file, mmap.mmap(file.fileno(), 0) as image:
@@ -35,7 +35,7 @@ def keep_only(library: Path, architecture: int) -> int:
             for fatbin, first, after in _fatbins(image, begin, end):
                 entries = list(_entries(image, first, after))
                 fits = [code for kind, arch, code in entries if _runs(kind, arch, architecture)]
-                # One without any code is nothing a driver expects: it keeps an entry that does not fit, the smallest.
+                # Drivers expect some code in a fat binary: if no entry fits, it keeps the smallest.
                 kept = b"".join(fits or sorted((code for *_, code in entries), key=len)[:1])
                 image[first:after] = kept + bytes(after - first - len(kept))
                 struct.pack_into("<Q", image, fatbin + 8, len(kept))
@@ -61,10 +61,10 @@ def _fatbin_sections(image: mmap.mmap) -> Iterator[tuple[int, int]]:
 
 
 def _fatbins(image: mmap.mmap, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
-    """(its place, begin of its entries, their end) of every fat binary in [begin, end)."""
+    """(place, begin of the entries, end of the entries) of every fat binary in [begin, end)."""
     while begin + _FATBIN.size <= end:
         magic, _, header, length = _FATBIN.unpack_from(image, begin)
-        if magic == 0:  # padding to the next
+        if magic == 0:  # padding
             begin += 8
             continue
         if magic != _MAGIC or begin + header + length > end:

@@ -1,4 +1,4 @@
-"""Unpacking of a bundle on a host without internet; standard library only, for the Python that will run the server.
+"""Unpacks a bundle on a host without internet. Run it with the server's Python; it needs only the standard library.
 
     python3 unpack.py PARTS TARGET      # PARTS holds part00, part01, ...; prints the environment to run in
 
@@ -19,7 +19,7 @@ from pathlib import Path
 
 
 class Joined:
-    """Blocks, one after the other, as the one file that `tarfile` reads."""
+    """Joins blocks into one readable file for `tarfile`."""
 
     def __init__(self, blocks: Iterable[bytes]) -> None:
         self._blocks = iter(blocks)
@@ -60,7 +60,7 @@ def unpack(parts: Path, target: Path) -> None:
 
 
 def link_libraries(target: Path) -> None:
-    """Links this Python's NVIDIA libraries to where the unpacked torch looks for them, but for those unpacked."""
+    """Links this Python's NVIDIA libraries where the unpacked torch looks for them, unless they were unpacked."""
     for folder in (Path(sysconfig.get_paths()["purelib"]) / "nvidia").glob("*"):
         link = target / "nvidia" / folder.name
         if folder.is_dir() and not link.exists():
@@ -75,5 +75,5 @@ if __name__ == "__main__":
     unpack(Path(sys.argv[1]), target)
     link_libraries(target)
     print(f"export PYTHONPATH={target}")
-    # torch asks for the cuDNN it was built with or a later one; a text model uses none.
+    # torch wants the cuDNN that it was built with, or a later one; text models do not use cuDNN.
     print("export PYTORCH_SKIP_CUDNN_COMPATIBILITY_CHECK=1")

@@ -3,8 +3,8 @@
     python benchmark/gpu/waits.py [--backend fa3] [--methods epic,fusionrag] [--out FOLDER]
 
 SGLang's scheduler runs in this process on a small random model, with `torch.cuda.set_sync_debug_mode("warn")`. Chunks
-are computed and remembered, then batches of one and of eight fused requests run, per method. A call counts where the
-innermost frame of the two packages is ours. On a CPU nothing can be found: a rehearsal.
+are computed and remembered, then batches of one and of eight fused requests run, per method. A call counts as ours if
+its innermost frame in SGLang or our packages is ours. On a CPU there is nothing to find: that is a rehearsal.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ OURS = ("sglang_chunk_cache", "sgl_kernel_ext", "chunk_cache")
 
 @contextmanager
 def counting() -> Iterator[collections.Counter[str]]:
-    """Synchronising calls inside the scope, by place."""
+    """Counts synchronising calls in the body, by place."""
     found: collections.Counter[str] = collections.Counter()
 
     def note(message: Any, *args: Any, **kwargs: Any) -> None:
@@ -101,7 +101,7 @@ def main() -> int:
             for size in (1, 8)
         },
     }.items():
-        local.generate(requests[0])  # what is compiled at its first use
+        local.generate(requests[0])  # compiles what is compiled at first use
         with counting() as found:
             for batch in requests[1:]:
                 local.generate(batch)

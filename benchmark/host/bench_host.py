@@ -1,12 +1,13 @@
-"""Host time that a fused request adds to the same one in mode `off`: 10 chunks, 4,160 tokens, no forward, no copies.
+"""Host time that a fused request adds to the same request in mode `off`: 10 chunks, 4,160 tokens, no forward or copies.
 
     python benchmark/host/bench_host.py                       # 2 to 3 minutes
     git worktree add ../before COMMIT                         # an earlier state, measured by turns with this one
     python benchmark/host/bench_host.py --before ../before    # 4 to 6 minutes
 
-Two processes work for a request, and each is measured alone, on one core: the scheduler, and the one that serves HTTP;
-`child.py` says from where to where. Added is the median of the differences within a round of requests, in CPU time.
-Samples show where it goes: the stages are those of `benchmark/serving/stacks.py`. Results: `benchmark/results/host/`.
+Two processes work for a request, the scheduler and the one that serves HTTP; each is measured alone, on one core
+(`child.py` says from where to where). The added time is the median of the differences within a round of requests, in
+CPU time. Samples show where it goes: the stages are those of `benchmark/serving/stacks.py`. Results:
+`benchmark/results/host/`.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ NUM_FUNCTIONS = 25
 
 
 def ask_child(tree: Path, part: str, num: int, file: Path) -> dict[str, Any]:
-    """What the `child.py` of one checkout prints: names of the project move between states, so each brings its own."""
+    """Runs the `child.py` of a checkout, since names differ between checkouts, and returns what it prints."""
     tree = tree.resolve()
     folders = [*packages_of(tree), tree / "test", tree]
     env = os.environ | offline_env() | {"PYTHONPATH": os.pathsep.join(map(str, folders))}
@@ -46,7 +47,7 @@ def ask_child(tree: Path, part: str, num: int, file: Path) -> dict[str, Any]:
 
 
 def measure(trees: Mapping[str, Path], num: int, rounds: int) -> dict[str, Any]:
-    """By checkout and part."""
+    """Measures every part of every checkout; returns checkout -> part -> summary."""
     given: dict[str, dict[str, list[Any]]] = {label: {part: [] for part in PARTS} for label in trees}
     with tempfile.TemporaryDirectory() as folder:
         for number in range(rounds):
@@ -63,7 +64,7 @@ def _summary(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         found[f"over_{base}"] = _spread([a - b for a, b in zip(ms["fused"], ms[base], strict=True)])
     keys = {key for report in reports for by_key in report["us"].values() for key in by_key}
     us = {k: [round(statistics.mean(r["us"][kind].get(k, 0) for r in reports), 1) for kind in KINDS] for k in keys}
-    ordered = sorted(us, key=lambda key: us[key][1] - us[key][2])  # first what a fused request adds most to
+    ordered = sorted(us, key=lambda key: us[key][1] - us[key][2])  # what a fused request adds most to comes first
     for what, num in (("stage", None), ("own", NUM_FUNCTIONS), ("within", NUM_FUNCTIONS)):
         found[what] = {key.partition(" ")[2]: us[key] for key in [k for k in ordered if k.startswith(what)][:num]}
     return found | {"reply": reports[0]["reply"]}

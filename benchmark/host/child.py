@@ -1,10 +1,10 @@
 """One checkout, one process: `python child.py PART NUM FILE`, with the checkout on the PYTHONPATH.
 
-PART is `scheduler` (SGLang's own, here: from the message to the reply, which is left in FILE), `ids` or `text` (the
-process that serves HTTP: `/generate` from the decoded body to the response, with the reply in FILE). Prints one JSON
-object: CPU time of each request, and samples of where it went. Requests take turns: `plain` (no marks), `off` (marks,
-mode off), `fused`; each has a beginning and a question of its own and ten of 20 stored chunks in a new order.
-Once the chunks are stored the model's forward and the copies of KV do nothing.
+PART `scheduler` runs SGLang's scheduler here, from the message to the reply, which it writes to FILE. PARTs `ids` and
+`text` run what the HTTP process does for `/generate`, from the decoded body to the response, with the reply in FILE.
+Prints one JSON object: CPU time of each request, and samples of where it went. Requests take turns: `plain` (no marks),
+`off` (marks, mode off), `fused`; each has ten of 20 stored chunks in a new order, and in the scheduler also a new
+beginning and question. Once the chunks are stored, the model's forward and the copies of KV do nothing.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ HEAD_LEN, CHUNK_LEN, NUM_CHUNKS, NUM_STORED, QUESTION_LEN = 96, 400, 10, 20, 64
 SPANS = [[HEAD_LEN + i * CHUNK_LEN, HEAD_LEN + (i + 1) * CHUNK_LEN] for i in range(NUM_CHUNKS)]
 MARKS: dict[str, dict[str, Any]] = {"plain": {}, "off": {"spans": SPANS, "mode": "off"}, "fused": {"spans": SPANS}}
 WARMUP = 20  # rounds that do not count
-POOL_LEN, ROOM_LEN = 131072, 8192  # tokens; so many are free before each request: what is evicted is not measured
+POOL_LEN, ROOM_LEN = 131072, 8192  # tokens; ROOM_LEN are freed before each request, so that eviction is not measured
 STEP_S = 0.0003  # between samples
 OPTIONS = {"method": "epic", "ratio": 0.15}
 
 
 class Meter:
-    """CPU time of the first half of the requests, and samples of the others, by kind."""
+    """CPU time by kind of the first half of the requests after the warm-up, and samples of the second half."""
 
     def __init__(self, num: int) -> None:
         draw = random.Random(7)
@@ -146,14 +146,14 @@ def measure_scheduler(meter: Meter, file: Path) -> dict[str, Any]:
 
 
 class _Stubs:
-    """The model's forward and the copy of KV, which do nothing once `is_on`; made before anybody imports the latter."""
+    """Replaces the model's forward and the copy of KV, which do nothing once `is_on`; make it before other imports."""
 
     def __init__(self) -> None:
         import torch
         from sglang.srt.layers.logits_processor import LogitsProcessorOutput
         from sglang.srt.model_executor.model_runner import ModelRunner, ModelRunnerOutput
 
-        copies = importlib.import_module("sgl_kernel_ext.copy_rotate")  # not the function, which hides it
+        copies = importlib.import_module("sgl_kernel_ext.copy_rotate")  # the module, not the function
         self.is_on = False
         original, copy_rotate = ModelRunner.forward, copies.copy_rotate
 
@@ -190,7 +190,7 @@ def measure_http(meter: Meter, file: Path, *, is_text: bool) -> None:
     set_args(args)
     server_args.resolve_once()
     publish(server_args, role="tokenizer")
-    from sglang.srt.entrypoints import http_server  # only now: the plugin puts a class of its own into their place
+    from sglang.srt.entrypoints import http_server  # not before: the plugin replaces classes of these modules
     from sglang.srt.managers.io_struct import GenerateReqInput
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
@@ -245,7 +245,7 @@ def main() -> None:
     meter = Meter(num)
     reply = measure_scheduler(meter, file) if part == "scheduler" else measure_http(meter, file, is_text=part == "text")
     print("\n" + json.dumps(meter.report() | {"reply": reply}), flush=True)
-    os._exit(0)  # SGLang's helpers would be waited for
+    os._exit(0)  # else Python would wait for SGLang's helper threads and processes
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
-"""What planning one prompt costs when the index is full, and what a variant costs in memory.
+"""Measures the time to plan one prompt when the index is full, and the memory of a variant.
 
     python benchmark/index/bench_lookup.py [--out result.json]
 
-The index holds chunks of random tokens, each with variants in random contexts, half of them in exact paths, half in
-nodes of their own; with `--share` all of one partition, which has its share then. Each measured prompt picks chunks at
-random, so that caches are as cold as in service: keys, lookups (all variants weighed against the new context), plan,
-touch. The store is a dict, so the time of the radix tree's own match is not in it. The cyclic garbage collector stays
-on, as in a server. Memory is measured on a smaller index.
+The index holds chunks of random tokens, each with variants in random contexts, half of them in exact paths and half in
+their own nodes. With `--share` they all belong to one partition, and fill its share of the index. Measured are keys,
+lookups (all variants are compared with the new context), plan and touch. Each prompt has random chunks, so that caches
+are as cold as on a server. The store is a dict, so the radix tree's own match is not measured. The cyclic garbage
+collector stays on, as on a server. Memory is measured on a smaller index.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ PARTITION = Partition()
 PREFIX_LEN = 64
 QUESTION_LEN = 96
 VOCABULARY = 128_000
-NUM_CHUNKS, NUM_VARIANTS = 100_000, 5  # in the index, each chunk with so many variants
+NUM_CHUNKS, NUM_VARIANTS = 100_000, 5  # chunks in the index, variants of each
 NUM_MARKED = 10  # chunks of a prompt
 
 
 @dataclass
 class Filled:
-    """An index, the tokens of its chunks, and a store in which everything is there."""
+    """An index, the tokens of its chunks, and a store that has evicted nothing."""
 
     index: ChunkIndex
     chunks: list[array[int]]
@@ -61,10 +61,10 @@ class Filled:
 
 
 def fill(num_chunks: int, chunk_len: int, num_variants: int, seed: int, share: float = 1.0) -> Filled:
-    """Remember `num_chunks` chunks, each in `num_variants` prompts of `NUM_MARKED` random chunks.
+    """Makes an index of `num_chunks` chunks, each in `num_variants` prompts of `NUM_MARKED` random chunks.
 
     Args:
-        share: of the index that these fill, and their partition may have; 1 = there is no quota.
+        share: share of the index that the chunks fill, and that their partition may have; 1 = no quota.
     """
     rng = np.random.default_rng(seed)
     tokens = rng.integers(0, VOCABULARY, size=(num_chunks, chunk_len), dtype=np.int64)
@@ -89,7 +89,7 @@ def fill(num_chunks: int, chunk_len: int, num_variants: int, seed: int, share: f
 def fill_prompt(
     filled: Filled, members: list[int], keys: list[bytes], rankings: Rankings, rng: np.random.Generator
 ) -> None:
-    """One prompt of chunks: an exact one, whose path holds them, or a fused one, which makes nodes."""
+    """Adds the chunks of one prompt: in the path of an exact prompt, or in nodes of a fused one."""
     text = array("q", bytes(8 * PREFIX_LEN))
     for i in members:
         text.extend(filled.chunks[i])
@@ -115,9 +115,9 @@ def fill_prompt(
 
 
 def bytes_per_variant(chunk_len: int, share: float) -> float:
-    """What the index allocates for a variant, without its ranking and without the tokens of chunks and paths."""
+    """Bytes that the index allocates for a variant, without its ranking and the tokens of chunks and paths."""
     num_chunks = 2000
-    fill(10, chunk_len, 1, 0, share)  # what is imported at first use
+    fill(10, chunk_len, 1, 0, share)  # so that imports at first use do not count
     tracemalloc.start()
     filled = fill(num_chunks, chunk_len, NUM_VARIANTS, 0, share)
     stored = len(filled.index)
@@ -134,7 +134,7 @@ def bytes_per_variant(chunk_len: int, share: float) -> float:
 def measure(
     filled: Filled, method: str, num_marked: int, num_prompts: int, page_size: int, seed: int
 ) -> dict[str, list[float]]:
-    """Microseconds per prompt: of each step, of all, and the processor time of all (not what others ran between)."""
+    """Microseconds per prompt: of each step, of all steps, and the thread's CPU time of all steps."""
     draw = random.Random(seed)
     chunk_len = len(filled.chunks[0])
     spans = tuple((PREFIX_LEN + i * chunk_len, PREFIX_LEN + (i + 1) * chunk_len) for i in range(num_marked))
@@ -181,7 +181,7 @@ def measure(
 
 
 def rankings_of(method: str, lookups: list[Lookup | None]) -> list[Ranking | None] | None:
-    """What the server hands to the plan."""
+    """The rankings that the server gives to `make_plan`."""
     statistic = METHODS[method].statistic
     if statistic is None:
         return None
@@ -190,7 +190,7 @@ def rankings_of(method: str, lookups: list[Lookup | None]) -> list[Ranking | Non
 
 
 def cpu_model() -> str:
-    """The processor's name where the system tells it."""
+    """The processor's name, or its architecture where the system tells no name."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -1,10 +1,10 @@
-"""How well the time to the first token tells whether somebody else has stored a passage: the attacker's AUC.
+"""How well an attacker can tell from response times whether somebody else has stored a passage: the AUC.
 
     python benchmark/isolation/bench_timing.py [--num N] [--passage TOKENS] [--out FOLDER]
 
-A victim stores a passage, or does not; an attacker asks with it, behind a prompt of his own, and takes the time.
-Within one partition time tells (AUC near 1): this is what reuse is. Between partitions (`extra_key`) it must not
-(AUC 0.5). Passages, victims and partitions come by lot, one after the other. Results: `benchmark/results/isolation/`.
+A victim stores a passage, or another one; then an attacker sends the passage in a prompt of its own and measures the
+time. Within one partition time tells (AUC near 1), since reuse is faster. Between partitions (`extra_key`) it must not
+(AUC 0.5). The cases run in random order. Results: `benchmark/results/isolation/`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ PARTITIONS = {"the same": "victim", "another": "attacker"}
 
 
 class Attack:
-    """Asks a server, and takes the time."""
+    """The requests of victim and attacker to a server."""
 
     def __init__(self, server: Server, passage: int) -> None:
         self._server = server
@@ -41,7 +41,7 @@ class Attack:
         self._draw = random.Random(5)
 
     def seconds(self, is_stored: bool, partition: str) -> float:
-        """Of the attacker's request with a passage that the victim has stored, or nobody has."""
+        """Seconds of the attacker's request with a passage that the victim has stored, or nobody has."""
         passage, other = self._tokens(self._passage), self._tokens(self._passage)
         self._ask(passage if is_stored else other, "victim")
         began = time.perf_counter()

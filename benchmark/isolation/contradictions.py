@@ -1,11 +1,11 @@
-"""How far a passage that contradicts another gets into answers, when it once stood in front of it in another prompt.
+"""How much a stranger's prompt that contradicts a passage changes answers that reuse the passage's KV.
 
     python benchmark/isolation/contradictions.py MODEL [--methods NAME@RATIO ...] [--num N] [--out FOLDER]
 
-A made-up fact stands in a passage. A stranger's prompt has that passage behind one that says otherwise, or behind one
-about something else. Then somebody asks for the fact, with the passage between two others, and not with the stranger's.
-Compared are the answers from the passage's KV as the stranger left it, as the administrator warmed it, and a full
-prefill's. Results: OUT/contradictions.*.
+A passage states a made-up fact. A stranger's prompt has this passage behind one that contradicts it, or behind one on
+another subject. Then somebody asks for the fact, with the passage between two others, without the stranger's passage.
+Compared are answers with the passage's KV from the stranger's prompt, with KV that the administrator warmed, and by a
+full prefill. Results: OUT/contradictions.*.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def contradiction(place: str, role: str, name: str, right: str) -> str:
 
 
 class Case:
-    """One fact: the question's prompt, and what a stranger sent before."""
+    """One fact: the prompt that asks for it, and the passages that a stranger sent before."""
 
     def __init__(self, number: int, render: Any) -> None:
         draw = random.Random(number)
@@ -77,7 +77,7 @@ class Case:
         }
 
     def stranger(self, stored: str) -> list[str]:
-        """Prompts that leave the question's passages behind: the two others together, the fact as `stored` says."""
+        """Prompts that store the question's passages: one with the two others, one with the fact as `stored` says."""
         others = (self.prompt.chunks[0], self.prompt.chunks[2])
         return [SEPARATOR.join((self.prompt.head, *chunks, "x")) for chunks in (others, self.before[stored])]
 

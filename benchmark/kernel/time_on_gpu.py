@@ -1,4 +1,4 @@
-"""Time the kernels on a GPU: scattered rows by tile, against a full prefill; copies of chunks; masses.
+"""Times the kernels on a GPU: attention of scattered rows by tile, against a full prefill; copies of chunks; masses.
 
     python benchmark/kernel/time_on_gpu.py                      # Llama-3.1-8B's shape, 8k to 32k
     python benchmark/kernel/time_on_gpu.py --sweep              # every tile of the list, to choose from
@@ -6,11 +6,10 @@
     python benchmark/kernel/time_on_gpu.py --quick              # short prompts; on a CPU it shows that all runs
     python benchmark/kernel/time_on_gpu.py --ops mass           # of a question and a chunk, 8k to 128k
 
-`full` is what stock pays for attention: a causal prefill of the whole prompt by the faster of torch's flash attention
-and cuDNN's, K and V dense.
-Rows are `scattered` (drawn evenly) or in `blocks` of 16. Times are of one layer, by triton.testing.do_bench, whose
-median leaves the caches cold. Each tile's result is compared with torch's masked attention first; one that does not
-compile or disagrees has no time and says why.
+`full` is the attention that stock computes: a causal prefill of the whole prompt, by the faster of torch's flash
+attention and cuDNN's, with dense K and V. Rows are `scattered` (drawn evenly) or in `blocks` of 16. Times of attention
+are of one layer; all are medians of triton.testing.do_bench, which keeps the caches cold. The result of each tile is
+first compared with torch's masked attention; a tile that does not compile, or differs, has a note instead of a time.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ from sgl_kernel_ext.question_mass import Questions, question_mass
 from sgl_kernel_ext.rotary import default_inv_freq
 
 BLOCK_LEN = 16
-# Those that fit sm_90's registers at head_dim 128.
+# Tiles that fit sm_90's registers at head_dim 128.
 TILES = [
     (*shape, stages)
     for shape in ((64, 32, 4), (64, 64, 4), (64, 128, 8), (128, 32, 8), (128, 64, 8), (128, 128, 8))
@@ -74,7 +73,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 class Bench:
-    """Tensors of one shape on a device, and the clock."""
+    """Makes tensors of one shape on a device, and times calls."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
@@ -88,7 +87,7 @@ class Bench:
         return torch.randn(*size, generator=self.rng, device=self.device, dtype=torch.float32).to(self.dtype)
 
     def ms(self, run: Callable[[], object]) -> float:
-        """Median milliseconds of one call, caches cold."""
+        """Milliseconds of one call: the median with cold caches; on a CPU of a single call."""
         if self.has_triton:
             from triton.testing import do_bench
 
@@ -100,7 +99,7 @@ class Bench:
 
 
 def choose_rows(kind: str, share: float, prompt: int) -> torch.Tensor:
-    """Ascending positions, a share of the prompt's; the last one is among them."""
+    """Ascending positions of a share of the prompt's tokens, always with the last."""
     unit = BLOCK_LEN if kind == "blocks" else 1
     num_units = max(1, round(share * prompt / unit))
     units = torch.randperm(prompt // unit - 1, generator=torch.Generator().manual_seed(1))[: num_units - 1]
@@ -146,7 +145,7 @@ def attention(bench: Bench) -> Iterator[dict[str, Any]]:
 
 
 def full_prefill(bench: Bench, dense: list[torch.Tensor]) -> Iterator[tuple[str, float]]:
-    """(implementation, milliseconds) of those that torch has on this device."""
+    """(implementation, milliseconds) of a causal prefill, for each that torch has on this device."""
     grouped = dense[0].shape[1] != dense[1].shape[1]
     for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION):
         try:
@@ -158,14 +157,14 @@ def full_prefill(bench: Bench, dense: list[torch.Tensor]) -> Iterator[tuple[str,
 
 
 def raw_rows(buffer: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    """Rows of a buffer; fp8 by its bytes."""
+    """Rows of a buffer; fp8 is indexed as bytes."""
     if buffer.dtype.itemsize == 1:
         return buffer.view(torch.uint8)[slots].view(buffer.dtype)
     return buffer[slots]
 
 
 def masked(dense: list[torch.Tensor], rows: torch.Tensor) -> torch.Tensor:
-    """Results of given rows by torch's attention with a mask."""
+    """Attention of the given rows, by torch with a mask."""
     q, k, v = dense
     mask = torch.arange(k.shape[2], device=rows.device) <= rows[:, None]
     out = scaled_dot_product_attention(q[:, :, rows], k, v, attn_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
@@ -211,7 +210,7 @@ def copies(bench: Bench) -> Iterator[dict[str, Any]]:
 
 
 def time_on_host(bench: Bench, run: Callable[[], object]) -> float:
-    """Milliseconds that a call keeps the host, the best of some."""
+    """Milliseconds until a call returns to the host: the shortest of several."""
     times = []
     for _ in range(20 if bench.has_triton else 2):
         if bench.has_triton:
@@ -223,7 +222,7 @@ def time_on_host(bench: Bench, run: Callable[[], object]) -> float:
 
 
 def mass(bench: Bench) -> Iterator[dict[str, Any]]:
-    """Rows of a question at all heads of all layers, of a chunk at two heads with segments."""
+    """Attention mass: of a question's rows at all heads of all layers, of a chunk's at two heads by segment."""
     args, device = bench.args, bench.device
     num_rows, num_layers, scale = 32, args.num_layers, args.head_dim**-0.5
     for prompt in args.mass_prompts:

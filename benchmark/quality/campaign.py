@@ -1,11 +1,12 @@
-"""Campaign: all models, each with a server of its own, some at a time.
+"""Campaign: asks all models, each on its own server, `Plan.jobs` servers at a time.
 
-- `ask_models` asks what is missing and returns the rows of all models. A server starts only where something is missing.
-- `Result` says how many replies were asked for, and how many earlier runs had left.
-- `prompt_builder` says how questions become prompts of a model.
+- `ask_models` asks for the missing replies and returns the rows of all models. Models without missing replies need no
+  server.
+- `Result` says how many replies were asked for, and how many were kept from earlier runs.
+- `prompt_builder` returns the function that makes prompts of a model from questions.
 
-Servers start one after the other in the calling thread, so that an interruption always finds them; asking goes on in
-threads meanwhile. Whatever ends the campaign stops all servers, and what was asked stays in the reply logs.
+Servers start one after the other in the calling thread, so that an interruption always stops them; other threads send
+the requests. All servers stop when the campaign ends, for whatever reason; replies so far stay in the reply logs.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from chunk_cache_tools.verify.reply_log import ReplyLog, fingerprint
 from chunk_cache_tools.verify.session import WARMED
 
 TOGETHER = "all questions"
-PATIENCE_S = 1800.0  # large models load for long, and answer a call of many prompts late
+PATIENCE_S = 1800.0  # large models take long to load, and to answer a call with many prompts
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class Plan:
     Attributes:
         redo: labels of methods whose kept replies are dropped.
         work: folder of reply logs and server logs.
-        flags: of `launch_server`, after the model.
+        flags: flags of `launch_server`, after the model.
         jobs: models at a time.
         stored: how chunks are stored, one of `STORED`.
     """
@@ -66,20 +67,20 @@ class Result:
 
 
 def ask_models(models: Mapping[str, str], plan: Plan, progress: Progress) -> Result:
-    """Asks all models and tabulates.
+    """Asks all models for the missing replies, and tabulates.
 
     Args:
-        models: path by name.
+        models: name -> path.
 
     Raises:
-        SetupError, ServerError, ServerRefused, ServerGone: a server did not do what the experiment needs.
+        SetupError, ServerError, ServerRefused, ServerGone: a server failed, or answered in another way than wanted.
     """
     with ExitStack() as stack:
         experiments = {name: _open(name, path, plan, stack) for name, path in models.items()}
         missing = {n: sum(e.num_missing(plan.conditions) for e in mine) for n, mine in experiments.items()}
         running: dict[Future[None], Server] = {}
         threads = stack.enter_context(ThreadPoolExecutor(plan.jobs))
-        stack.callback(lambda: [server.stop() for server in running.values()])  # before the threads are waited for
+        stack.callback(lambda: [server.stop() for server in running.values()])  # before the pool waits for threads
         for name in filter(missing.get, models):
             _finish(running, at_most=plan.jobs - 1)
             bar = progress.add_task(f"{name}: starting a server", total=missing[name])
@@ -97,19 +98,19 @@ def ask_models(models: Mapping[str, str], plan: Plan, progress: Progress) -> Res
 
 
 def prompt_builder(model: str, *, chat: bool) -> Callable[[Question, PromptFormat], Prompt]:
-    """How questions become prompts of this model.
+    """Returns the function that makes prompts of this model from questions.
 
     Raises:
         DataError: its tokenizer has no chat template.
     """
     if not chat:
         return build_prompt
-    from transformers import AutoTokenizer  # seconds of imports, so only where it is needed
+    from transformers import AutoTokenizer  # the import takes seconds
 
     tokenizer = AutoTokenizer.from_pretrained(model)
     if tokenizer.chat_template is None:
         raise DataError(f"--chat: {model} has no chat template; run without --chat.")
-    # The server adds BOS where the tokenizer does; a template that writes it too would give two.
+    # If the tokenizer adds BOS, so does the server; the template's own is removed, else there would be two.
     adds_bos = tokenizer.bos_token is not None and tokenizer("x").input_ids[0] == tokenizer.bos_token_id
     bos = tokenizer.bos_token if adds_bos else ""
 
@@ -135,7 +136,7 @@ def _open(name: str, path: str, plan: Plan, stack: ExitStack) -> list[Experiment
 
 
 def _rows(experiments: Sequence[Experiment]) -> list[Row]:
-    """Each task's, and behind them those of all questions together, where losses of likelihood can be joined."""
+    """Rows of each task, then of all questions together if all tasks have one metric and measure likelihood."""
     rows = [row for experiment in experiments for row in table_of(experiment.task.family, [experiment])]
     tasks = [experiment.task for experiment in experiments]
     if len(tasks) > 1 and len({task.metric for task in tasks}) == 1 and all(task.asking.likelihood for task in tasks):
@@ -161,7 +162,7 @@ def _ask(server: Server, experiments: Sequence[Experiment], plan: Plan, progress
 
 
 def _finish(running: dict[Future[None], Server], *, at_most: int) -> None:
-    """Waits until `at_most` models are left, and stops the servers of the others; raises what their asking raised."""
+    """Waits until at most `at_most` models are left and stops the other servers; raises the errors of their threads."""
     while len(running) > at_most:
         done, _ = wait(running, return_when=FIRST_COMPLETED)
         for future in done:

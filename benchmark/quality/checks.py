@@ -1,6 +1,6 @@
-"""Checks of the implementation that the synthetic families allow: `check_rows`.
+"""Checks of the implementation on the synthetic families: `check_rows`.
 
-They ask whether the code does what it says, never whether one method is better than another: the order of methods is
+They check whether the code does what it says, never whether one method is better than another: the order of methods is
 not stable between two equally good models of this size (docs/quality.md).
 """
 
@@ -14,17 +14,17 @@ from benchmark.quality.table import MASTERED, Row
 
 from chunk_cache_tools.conditions import REFERENCE
 
-# The families whose full prefill must be right, or the checks below say nothing; a family beyond them is only marked.
+# Families that the full prefill must answer, or the checks below mean nothing; the page only marks other families.
 REQUIRED = ("needle", "multi", "carry")
-COLLAPSED = 0.6  # a score below it has lost what the family asks for; guesses among four candidates reach a quarter
-RECOVERED = 0.2  # the least rise of a score that has recovered; two standard errors of n = 100 are 0.1
-MAX_KL_AT_ONE = 1e-4  # nats; what rounding in fp32 may do
+COLLAPSED = 0.6  # highest score that counts as collapsed; guesses among four candidates reach 0.25
+RECOVERED = 0.2  # least rise of a score that counts as recovered; two standard errors of n = 100 are 0.1
+MAX_KL_AT_ONE = 1e-4  # nats; allows for rounding in fp32
 RECOVERY_RATIO = 0.5
 
 
 @dataclass(frozen=True)
 class Check:
-    """One statement about one model, whether it holds, and the numbers it was judged by."""
+    """One statement about one model, whether it holds, and the numbers that decide it."""
 
     model: str
     statement: str
@@ -33,7 +33,7 @@ class Check:
 
 
 def check_rows(rows: Iterable[Row]) -> list[Check]:
-    """All checks for which there are rows."""
+    """All checks that have the rows they need."""
     models: dict[str, list[Row]] = {}
     for row in rows:
         models.setdefault(row.model, []).append(row)

@@ -1,5 +1,5 @@
-"""Conditions of the harness: `built_methods` are all methods that exist, `composed_methods` the same with early
-termination and with grouping, `conditions_of` gives one condition per method and ratio.
+"""Conditions of the harness: `built_methods` are all methods of the server, `composed_methods` those that select rows,
+with early termination and with grouping; `conditions_of` makes one condition per method and ratio.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from chunk_cache_tools.jsonl import DataError
 RATIOS = (0.0, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0)
 NO_SHIFT_OPTIONS = (("shift", 0),)
 COMPOSED_RATIOS = (0.15,)
-# Three layers must agree (ours: Cache-Craft, section 3.2.2, names no number), more than 5 of 8 tokens (CacheClip).
+# Three layers must agree (our choice: Cache-Craft, section 3.2.2, gives no number); more than 5 of 8 (CacheClip).
 FOCUS_OPTIONS = (("focus_window", 3),)
 GROUP_OPTIONS = (("group_size", 8), ("group_threshold", 5))
 NO_SHIFT = MethodSpec("full-reuse", NO_SHIFT_OPTIONS)
-"""Reuse that keeps the rotation of K with which a chunk was computed, as the papers' lowest row does."""
+"""Reuse with keys still rotated for the position where the chunk was computed, the weakest baseline of the papers."""
 FULL_REUSE = MethodSpec("full-reuse")
 
 
@@ -41,10 +41,10 @@ def has_no_shift() -> bool:
 
 
 def conditions_of(methods: Iterable[MethodSpec], ratios: Sequence[float]) -> list[Condition]:
-    """All methods x ratios, without those that ask for the same thing twice.
+    """All methods x ratios, without conditions that equal another.
 
     Raises:
-        DataError: a method has an `alpha`, which takes the place of the ratio.
+        DataError: a method has an `alpha`, which replaces the ratio.
     """
     methods = list(methods)
     for spec in methods:

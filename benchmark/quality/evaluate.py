@@ -104,10 +104,10 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def find_models(paths: Sequence[str] | None) -> dict[str, str]:
-    """Path by the name that tables use.
+    """Paths of the models, by the names that tables use.
 
     Raises:
-        DataError: there is none, or two have one name.
+        DataError: there is no model, a folder holds none, or two have the same name.
     """
     paths = paths or sorted(str(path) for path in MODELS_DIR.glob("qa-1m-seed*") if path.is_dir())
     if not paths:
@@ -123,7 +123,7 @@ def find_models(paths: Sequence[str] | None) -> dict[str, str]:
 
 
 def load(args: argparse.Namespace) -> list[Task]:
-    """The tasks, with what the command line changes about them."""
+    """The tasks, as the command line changes them."""
     size = Size(num_words=args.ruler_words, passage_words=args.passage_words)
     options = TaskOptions(num=args.num, seed=args.held_out_seed, size=size)
     style = {"style": read_format(args.prompt_template)} if args.prompt_template else {}
@@ -138,19 +138,19 @@ def load(args: argparse.Namespace) -> list[Task]:
 
 
 def default_jobs(num_models: int) -> int:
-    """One server per core: a tiny model on a CPU is busy with one thread. On a GPU one server takes all of it."""
+    """Servers at a time: one on a GPU, else one per core at most, since a tiny model keeps only one thread busy."""
     return 1 if torch.cuda.is_available() else min(num_models, len(os.sched_getaffinity(0)))
 
 
 def server_flags(given: str) -> tuple[str, ...]:
-    """All flags of the servers. A CPU computes in fp32, also where the weights are stored in fewer bits."""
+    """All flags of the servers; without a GPU they compute in fp32, unless `--dtype` is given."""
     flags = given.split()
     keep = torch.cuda.is_available() or any(flag.partition("=")[0] == "--dtype" for flag in flags)
     return ("--chunk-cache", *(() if keep else FP32), *flags)
 
 
 def wanted_conditions(args: argparse.Namespace) -> list[Condition]:
-    """Methods x ratios; by default every method, and at one ratio each with early termination and grouping."""
+    """Methods x ratios; by default every method, and at `COMPOSED_RATIOS` also early termination and grouping."""
     if args.methods:
         methods = [parse_method(text) for text in args.methods]
         if args.likelihood:
@@ -162,7 +162,7 @@ def wanted_conditions(args: argparse.Namespace) -> list[Condition]:
 
 
 def shown_tasks(tasks: Sequence[str]) -> str:
-    """Tasks as results name them: files by name and digest, not by where they lie."""
+    """Tasks as results name them: files by name and digest, without their folders."""
     shown = []
     for task in tasks:
         kind, _, file = task.partition(":")
@@ -174,7 +174,7 @@ def shown_tasks(tasks: Sequence[str]) -> str:
 
 
 def run(args: argparse.Namespace, console: Console) -> int:
-    """Everything; the exit code."""
+    """Runs the evaluation and writes its results; returns the exit code."""
     about = describe_run()
     models, tasks = find_models(args.model), load(args)
     conditions = wanted_conditions(args)

@@ -1,8 +1,8 @@
 """Experiment: one model and one task, from prompts to table rows.
 
-- `Experiment.ask` asks what is missing in the reply log, the reference first.
-- `Experiment.num_missing` says how much that is, `Experiment.reply` finds one.
-- `table_of` tabulates what is complete, one task or several together.
+- `Experiment.ask` asks for the replies that the log lacks, the reference first.
+- `Experiment.num_missing` counts these, `Experiment.reply` finds a logged one.
+- `table_of` tabulates the complete conditions of one task, or of several together.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ class Experiment:
     stored: str = WARMED
 
     def num_missing(self, conditions: Iterable[Condition]) -> int:
-        """Replies that are not in the log, the reference's included."""
+        """Replies that are not in the log, including those of the reference."""
         prompts = self._distinct()
         return sum(self.log.find(p.key, c) is None for c in (REFERENCE, *conditions) for p in prompts)
 
     def ask(self, server: Server, conditions: Sequence[Condition], tick: Callable[[int], None]) -> None:
-        """Asks what is missing; `tick` hears how many replies have come in.
+        """Asks for the missing replies; `tick` is called with the number of replies just received.
 
         Raises:
             SetupError: a reply was not computed as wanted.
@@ -63,7 +63,7 @@ class Experiment:
         return reply
 
     def complete(self) -> list[Condition]:
-        """All conditions for which every prompt has a reply, this run's and those of earlier ones."""
+        """All conditions for which every prompt has a reply, in this or an earlier run."""
         known = dict.fromkeys((reply.method, reply.ratio) for reply in self.log if reply.method != REFERENCE.label)
         conditions = [Condition(parse_method(label), ratio) for label, ratio in known]
         return [c for c in conditions if all(self.log.find(p.key, c) is not None for p in self.prompts)]

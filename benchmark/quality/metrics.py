@@ -1,7 +1,7 @@
 """Metrics: how right one reply is, from 0 to 1: `score(metric, reply, question)` for each of `METRICS`.
 
-Exact match and token F1 are those of SQuAD (Rajpurkar et al. 2016, section 6.1). They are ours, ten lines: of the
-libraries that have them torchmetrics takes 20 s to import, and evaluate wants a download. ROUGE-L is rouge-score's.
+Exact match and token F1 are those of SQuAD (Rajpurkar et al. 2016, section 6.1), written here in ten lines:
+torchmetrics takes 20 s to import, and evaluate needs a download. ROUGE-L is that of the package rouge-score.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def exact_match(reply: str, answer: str) -> float:
-    """1 where both are the same words."""
+    """1 if both have the same words in the same order."""
     return float(_words(reply) == _words(answer))
 
 
 def token_f1(reply: str, answer: str) -> float:
-    """Harmonic mean of precision and recall of the words, as a bag; 1 where both are empty."""
+    """Harmonic mean of precision and recall of the words, as a bag; 1 if both are empty."""
     words, wanted = _words(reply), _words(answer)
     if not words or not wanted:
         return float(words == wanted)
@@ -39,7 +39,7 @@ def rouge_l(reply: str, answer: str) -> float:
 
 
 def substring(reply: str, answer: str) -> float:
-    """1 where the reply contains the answer; case and the amount of white space do not count."""
+    """1 if the reply contains the answer; case and the amount of white space do not count."""
     return float(" ".join(answer.casefold().split()) in " ".join(reply.casefold().split()))
 
 
@@ -50,11 +50,11 @@ METRICS: Mapping[str, Callable[[str, str], float]] = {
     "substring": substring,
 }
 RIGHT_OR_WRONG = frozenset({"exact_match", "substring"})
-"""Metrics of which 1 means right; the others are matters of degree."""
+"""Metrics that are 1 (right) or 0 (wrong); the others are matters of degree."""
 
 
 def score(metric: str, reply: str, question: Question) -> float:
-    """The best over the answers, or their mean where all are required. Range [0, 1]."""
+    """The best score over the answers, or their mean if all are required. Range [0, 1]."""
     return _score(metric, reply, question.answers, question.require_all)
 
 

@@ -2,10 +2,10 @@
 
 - `read_format` reads from a file how system prompt, chunks and question become text.
 - `build_prompt` applies it, `build_chat_prompt` puts the result through a model's chat template as well.
-- `Prompt.text` is the whole prompt, `Prompt.priming()` the short ones that compute each chunk behind the system prompt,
-  `Prompt.shuffled()` the one that computes all of them in another order.
+- `Prompt.text` is the whole prompt. `Prompt.priming()` are short prompts that each store one chunk behind the system
+  prompt, `Prompt.shuffled()` is a prompt that stores all chunks in another order.
 
-A chunk is written the same way wherever it stands, so its format must not depend on its number.
+A chunk must be written the same way wherever it stands, so its format cannot contain its number.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ SEPARATOR = "<|chunk|>"
 
 
 VERBATIM = PromptFormat("{system} ", "{chunk} ", "{question}")
-"""Only kept apart."""
+"""Adds only spaces between the parts."""
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """A marked prompt: what stands before the chunks, the chunks, and what stands behind them.
+    """A marked prompt: the text in front of the chunks, the chunks, and the text behind them.
 
-    `answer` is what a right reply would begin with, as written behind the tail; it is no part of the prompt.
+    `answer` is the right answer, as written behind the tail; it is no part of the prompt.
     """
 
     head: str
@@ -55,31 +55,31 @@ class Prompt:
         return Body(self.head + filler)
 
     def priming(self, page_size: int = 1, filler: str | None = None) -> tuple[Body, ...]:
-        """One marked prompt per different chunk: the chunk behind the head and what fills, and a page behind it.
+        """One marked prompt per distinct chunk: head, filler if given, the chunk, and a page of text behind it.
 
-        The last page of a path is stored only when it is full, so a chunk must not end there.
+        The last page of a path is stored only when it is full, so a chunk must not end in it.
         """
         tail = _tail(page_size)
         front = (self.head,) if filler is None else (self.head, filler)
         return tuple(Body(SEPARATOR.join((*front, chunk, tail))) for chunk in dict.fromkeys(self.chunks))
 
     def shuffled(self, page_size: int = 1) -> Body:
-        """The marked prompt with its different chunks in another order, the same one every time, and a page behind."""
+        """The marked prompt with its distinct chunks in another, reproducible order, and a page of text at the end."""
         chunks = list(dict.fromkeys(self.chunks))
         before = list(chunks)
         draw = random.Random(self.key)
-        while len(chunks) > 1 and chunks == before:  # the same order would be an exact prefix, and nothing to reuse
+        while len(chunks) > 1 and chunks == before:  # in the same order the prompt would be an exact prefix
             draw.shuffle(chunks)
         return Body(SEPARATOR.join((self.head, *chunks, _tail(page_size))))
 
     def answered(self, reference: Reply) -> dict[str, Body]:
-        """The prompt with the right answer behind it, and with the reference's own."""
+        """The prompt followed by the right answer ("gold"), and by the reference's own reply ("own")."""
         answers = {"gold": self.answer, "own": reference.text}
         return {name: Body(self.text + answer) for name, answer in answers.items() if answer}
 
     @property
     def partition(self) -> str:
-        """Chunks are reused only behind the head that they were computed behind: one `extra_key` per head."""
+        """The `extra_key`: one per head, so that chunks are reused only behind the head they were computed behind."""
         return _digest(self.head)
 
     @property
@@ -89,7 +89,7 @@ class Prompt:
 
 
 def build_prompt(question: Question, style: PromptFormat = PLAIN) -> Prompt:
-    """The prompt of a question; separators that its texts hold are replaced by a space."""
+    """The prompt of a question; separators inside its texts become spaces."""
     system, question_text = _clean(question.system), _clean(question.question)
     tail = style.question.replace("{question}", question_text)
     return Prompt(
@@ -103,13 +103,13 @@ def build_prompt(question: Question, style: PromptFormat = PLAIN) -> Prompt:
 def build_chat_prompt(
     question: Question, render: Callable[[list[dict[str, str]]], str], style: PromptFormat = PLAIN
 ) -> Prompt:
-    """A prompt as of `build_prompt`, with the system prompt as system message and the rest as the user's.
+    """Like `build_prompt`, with the system prompt as the system message and the rest as the user's message.
 
     Args:
-        render: messages -> text, a chat template with its generation prompt.
+        render: messages -> text, by a chat template with its generation prompt.
 
     Raises:
-        DataError: the template changes or moves a part, so that the chunks cannot be told apart any more.
+        DataError: the template changes the chunks or moves them.
     """
     prompt = build_prompt(question, style)
     system = [{"role": "system", "content": prompt.head.strip()}] if prompt.head.strip() else []
@@ -142,7 +142,7 @@ def read_format(path: str | Path) -> PromptFormat:
 
 
 def _behind(tail: str, question: Question) -> str:
-    """The first of the answers, or all where all are required, as it follows a prompt; "" where there are none."""
+    """The text of the first answer, or of all if all are required, as it follows a prompt; "" if there is none."""
     if not question.answers:
         return ""
     answer = _clean(", ".join(question.answers) if question.require_all else question.answers[0])

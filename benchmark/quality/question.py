@@ -1,8 +1,8 @@
-"""Question: one multi-passage question with its accepted answers; the only thing that every part of the harness shares.
+"""Question: one question over several passages, with its accepted answers; every part of the harness uses it.
 
-`read_questions` and `write_questions` keep them as JSONL, one object per line:
+`read_questions` and `write_questions` read and write JSONL, one object per line:
 `{"system": "...", "chunks": ["...", ...], "question": "...", "answers": ["...", ...], "family": "...", "id": "..."}`;
-`family` and `id` may be left out; so may `"require_all": true`, with which a reply must give all answers, not one.
+`system`, `family` and `id` may be left out. With `"require_all": true` a reply must give all answers, not one of them.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from chunk_cache_tools.jsonl import DataError, read_jsonl
 
 @dataclass(frozen=True)
 class Question:
-    """`system`, then `chunks`, then `question` are the prompt; any of `answers` is right, or only all together.
+    """The prompt is `system`, `chunks`, `question`; one of `answers` is enough, unless `require_all`.
 
-    Without answers (never in a file), the full prefill's own reply is the right one.
+    Without answers (never in a file), the full prefill's own reply counts as the right one.
     """
 
     system: str

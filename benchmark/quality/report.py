@@ -36,7 +36,7 @@ def write_report(folder: Path, rows: Sequence[Row], about: Mapping[str, Any]) ->
     """Writes `quality.csv`, `quality.json` and `quality.md`; returns their paths.
 
     Args:
-        about: how the rows came about, as `describe_run` gives it, with `settings` (name -> text) of the evaluation.
+        about: how the rows were made: what `describe_run` returns, and `settings` (name -> text) of the evaluation.
     """
     folder.mkdir(parents=True, exist_ok=True)
     table = folder / f"{NAME}.csv"
@@ -124,14 +124,14 @@ def _family_section(rows: Sequence[Row], family: str) -> list[str]:
 
 
 def _likelihood_section(curves: Sequence[MethodCurve], rows: Sequence[Row]) -> list[str]:
-    """What reuse costs in likelihood, and from which ratio on it is small."""
+    """How much likelihood answers lose by reuse, and from which ratio on the loss is small."""
     lines = ["### Likelihood", ""]
     for title, points_of in (
         ("Right answer", lambda curve: curve.gold_losses),
         ("Full prefill's own answer", lambda curve: curve.own_losses),
     ):
         if not any(point for curve in curves for point in points_of(curve)):
-            continue  # the right summary is the full prefill's own
+            continue  # as with summaries, which have no right answer but the full prefill's own
         lines += [f"{title}: log-probability lost against full prefill, nats a token [95 % interval, all prompts]:", ""]
         lines += [
             *_curve_table(curves, [[_interval(point, 1.0, 3) for point in points_of(curve)] for curve in curves]),
@@ -172,7 +172,7 @@ def _from_ratio(curve: MethodCurve, bound: str) -> str:
 
 
 def _composed_table(curves: Sequence[MethodCurve], composed: Sequence[MethodCurve]) -> list[str]:
-    """Each method alone and below it with its options, at the ratios of the latter."""
+    """Each method without and with options, at the ratios that were measured with options."""
     ratios = sorted({ratio for curve in composed for ratio in curve.ratios})
     cells = []
     for name in dict.fromkeys(curve.label.partition(":")[0] for curve in composed):
@@ -189,7 +189,7 @@ def _with_share(score: Point | None, share: Point | None) -> str:
 
 
 def split_curves(rows: Sequence[Row], family: str) -> tuple[list[MethodCurve], list[MethodCurve]]:
-    """Curves of the methods, and of the same with early termination or grouping."""
+    """Curves of the methods without, and with, early termination or grouping."""
     curves = curves_of(rows, family)
     return [c for c in curves if not c.is_composed], [c for c in curves if c.is_composed]
 

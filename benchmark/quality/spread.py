@@ -1,6 +1,6 @@
-"""Spread: rows of several models put together.
+"""Spread: joins the rows of several models.
 
-`curves_of` gives one curve per method of a family.
+`curves_of` returns one curve per method of a family.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from chunk_cache_tools.conditions import parse_method
 
 @dataclass(frozen=True)
 class Point:
-    """Mean over the models, smallest and largest of them."""
+    """Mean, smallest and largest value over the models."""
 
     mean: float
     low: float
@@ -25,7 +25,7 @@ class Point:
 
     @classmethod
     def of(cls, values: Iterable[float | None]) -> Point | None:
-        """None where no model has a value."""
+        """The point of the values; None if no model has one."""
         known = [value for value in values if value is not None]
         return cls(statistics.fmean(known), min(known), max(known)) if known else None
 
@@ -35,9 +35,9 @@ class MethodCurve:
     """One method over its ratios, ascending; the lists have one entry per ratio.
 
     Attributes:
-        scores, diffs: over the models; None where no prompt of any model was scored. The `low` and `high` of a
-            difference to full are the outermost ends of the models' intervals.
-        gold_losses, own_losses: of likelihood, as `diffs`.
+        scores, diffs: over the models; None if no prompt of any model was scored. `low` and `high` of a difference to
+            full prefill are the outermost ends of the models' intervals.
+        gold_losses, own_losses: losses of likelihood, with intervals like `diffs`.
         gold_mores: `gold_losses` minus those of the server's default, question by question.
         kls, shares: over the models; a share is recomputed tokens / reused tokens.
     """
@@ -59,7 +59,7 @@ class MethodCurve:
 
 
 def curves_of(rows: Iterable[Row], family: str) -> list[MethodCurve]:
-    """Curves in the order of the registry, options behind defaults."""
+    """Curves in the order of the registry; a method with options follows the method without."""
     mine = [row for row in rows if row.family == family and row.ratio is not None]
     labels = sorted({row.method for row in mine}, key=_rank)
     return [_curve(label, [row for row in mine if row.method == label]) for label in labels]

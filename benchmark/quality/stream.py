@@ -1,13 +1,12 @@
-"""Cache-Craft as a system: a stream of questions that share passages, stored as the prompts that met them left them.
+"""Cache-Craft as a system: a stream of questions that share passages, stored only from the stream's own prompts.
 
     python benchmark/quality/stream.py MODEL --data hotpotqa.jsonl [--num N] [--systems NAME ...] [--flags '...']
 
-Questions come in groups over one stock of passages. A prompt has the passages that its question needs and others of the
-stock, in an order of its own; each question comes in several rounds. For each system the stream is asked from its
-beginning with empty caches, once for the answer and once for each forced answer, so that what is stored is always what
-the system's own earlier prompts left. Forced are full prefill's own answer and the right one; what is lost is nats a
-token against full prefill. The first round fills the store and does not count. After each system OUT/NAME.{json,md}
-are written anew.
+The questions of a group share one stock of passages. A prompt has the passages that its question needs and others of
+the stock, in a random order; each question comes once in every round. Each system is asked the whole stream three
+times, each time from empty caches, so that only its own earlier prompts are stored: for the answer, and with two forced
+answers, full prefill's own and the right one. A loss is in nats a token, against full prefill. The first round fills
+the store and does not count. OUT/NAME.{json,md} are written again after each system.
 """
 
 from __future__ import annotations
@@ -57,13 +56,13 @@ class Met:
 
 @dataclass(frozen=True)
 class Shape:
-    """Of a stream.
+    """The shape of a stream.
 
     Attributes:
-        group: questions that share a stock ...
-        stock: ... of so many passages.
+        group: questions that share a stock.
+        stock: passages of a stock.
         num_chunks: passages of a prompt.
-        rounds: times that each question comes.
+        rounds: how often each question is asked.
     """
 
     group: int = 6
@@ -73,10 +72,10 @@ class Shape:
 
 
 def read(path: Path, num: int) -> list[Met]:
-    """The last questions of a file whose lines say in `supporting` which passages they need.
+    """The last `num` questions of a file whose lines say in `supporting` which passages they need.
 
     Raises:
-        DataError: a line does not.
+        DataError: a line has no such field.
     """
     found = []
     for where, value in read_jsonl(path):
@@ -88,7 +87,7 @@ def read(path: Path, num: int) -> list[Met]:
 
 
 def stream(met: Sequence[Met], shape: Shape, seed: int = 0) -> Iterator[tuple[int, Question]]:
-    """Questions with the passages of a prompt, in the order in which they are asked, and the round of each."""
+    """(round, question with the passages of its prompt), in the order of asking."""
     draw = random.Random(seed)
     for first in range(0, len(met), shape.group):
         block = met[first : first + shape.group]
@@ -104,7 +103,7 @@ def stream(met: Sequence[Met], shape: Shape, seed: int = 0) -> Iterator[tuple[in
 
 
 def ask(server: Server, text: str, options: Mapping[str, Any], num_tokens: int, start: int | None = None) -> Any:
-    """One reply of `/generate`; with `start` also log-probabilities of the prompt's tokens behind that one."""
+    """One reply of `/generate`; with `start` also log-probabilities of the prompt's tokens from that one on."""
     params = {"temperature": 0.0, "max_new_tokens": num_tokens, "custom_params": {"chunk_cache": dict(options)}}
     forced = {} if start is None else {"return_logprob": True, "logprob_start_len": start}
     return server.post("/generate", {"text": text, "sampling_params": params, **forced}).json()
@@ -120,12 +119,12 @@ def answers_of(server: Server, system: System, prompts: Sequence[Prompt], length
 def forced_of(
     server: Server, system: System, texts: Sequence[tuple[str, str]], lens: Sequence[int], known: Sequence[int] = ()
 ) -> list[list[float]]:
-    """Log-probabilities of forced answers, a token each, from empty caches.
+    """Log-probabilities of forced answers, token by token, from empty caches.
 
     Args:
-        texts: prompt and answer.
-        lens: tokens of the prompts.
-        known: tokens of the answers, which no method may look at; none for full prefill.
+        texts: (prompt, answer) pairs.
+        lens: tokens of each prompt.
+        known: tokens of each answer, so that no method looks at them; empty for full prefill.
     """
     assert system.options is not None
     server.flush()
@@ -144,7 +143,7 @@ def measure(
     prompts: Sequence[Prompt],
     answer_len: int,
 ) -> Iterator[dict[str, Any]]:
-    """What each system gave so far, prompt by prompt; full prefill first."""
+    """Yields after each system the values of all systems so far, prompt by prompt; full prefill is the first."""
     full = answers_of(server, FULL, prompts, answer_len)
     lens = [reply["meta_info"]["prompt_tokens"] for reply in full]
     pairs = {
@@ -179,10 +178,10 @@ def measure(
 
 
 def table(found: Mapping[str, Mapping[str, Sequence[float]]], asked: Sequence[str | None]) -> list[str]:
-    """One row per system; intervals are those of the mean over questions.
+    """One row per system; intervals are of the mean over questions.
 
     Args:
-        asked: of each prompt, the question; None = it does not count.
+        asked: the question of each prompt; None = the prompt does not count.
     """
     questions = [one for one in dict.fromkeys(asked) if one is not None]
 

@@ -1,11 +1,11 @@
-"""Table: from replies to one row per model, family, method and ratio.
+"""Table: makes one row per model, family, method and ratio from replies.
 
 - `tabulate` scores the replies of one model to one task and compares each condition with the reference.
-- `write_table`, `read_table`: the CSV that the report and everybody else reads.
+- `write_table`, `read_table` write and read the CSV that the report is made from.
 
-Comparisons are paired: the same prompts under both conditions. Where the reference answers fewer than `MASTERED` of the
-prompts right, only those that it answers right are scored; the column `scored` says so. That choice makes the reference
-perfect by construction, so that a method can only lose there.
+Comparisons are paired: the same prompts under both conditions. If answers are right or wrong and the reference answers
+fewer than `MASTERED` of the prompts right, only those prompts are scored that it answers right; the column `scored`
+says so. The reference is then perfect by construction, and a method can only lose.
 """
 
 from __future__ import annotations
@@ -36,26 +36,26 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Row:
-    """One cell of the experiment. Shares and scores are from 0 to 1; None where there is nothing to say.
+    """One cell of the experiment. Shares and scores are from 0 to 1; None means no value.
 
     Attributes:
-        ratio: effective; None for the reference (method `off`).
-        metric: what `score` counts.
-        num_asked, num_scored: prompts; `scored` is `all` or `full-right`.
+        ratio: effective ratio; None for the reference (method `off`).
+        metric: the metric of `score`.
+        num_asked, num_scored: numbers of prompts; `scored` is `all` or `full-right`.
         mastered: whether the reference reaches 95 % on all prompts.
         score, score_se: mean over the scored prompts and its standard error.
         score_all: mean over all prompts.
         diff: `score` minus the reference's; `diff_low`, `diff_high` its 95 % interval, from resampling the prompts.
         kl, kl_se: mean KL of the first token's distribution to the reference's, nats, over all prompts.
-        first_same, text_same: share of all prompts whose first token, whose whole answer is the reference's.
+        first_same, text_same: share of all prompts whose first token, or whole answer, equals the reference's.
         recomputed: recomputed tokens / reused tokens, as the server counts them.
-        prompt_len, reused_len: mean tokens.
+        prompt_len, reused_len: mean numbers of tokens.
         exact_match, token_f1, rouge_l, substring: means over the scored prompts.
-        gold_loss, own_loss: how much less likely than for the reference the right answer is, and the reference's own:
-            mean over all prompts of the difference of log-probability per token, nats; with standard error and 95 %
-            interval, from resampling the prompts.
+        gold_loss, own_loss: how much less likely the right answer, and the reference's own answer, are than under the
+            reference: mean over all prompts of the difference of log-probability per token, nats; with standard error
+            and 95 % interval, from resampling the prompts.
         gold_more: `gold_loss` minus that of the server's default method and ratio, question by question, with an
-            interval corrected for the number of conditions that are compared with it (Bonferroni); None where the
+            interval corrected for the number of conditions that are compared with it (Bonferroni); None if the
             default was not asked.
     """
 
@@ -109,8 +109,8 @@ def tabulate(
     """Rows of the reference and of `conditions`.
 
     Args:
-        asked: questions with the keys of their prompts. Without answers, the reference's reply is the right one.
-        replies: by condition and prompt key; the reference's too.
+        asked: questions with the keys of their prompts. Without answers, the reference's reply counts as right.
+        replies: condition -> prompt key -> reply, including the reference.
     """
     reference = [replies[REFERENCE][key] for _, key in asked]
     asked = [
@@ -153,7 +153,7 @@ def tabulate(
 
 
 def write_table(path: str | Path, rows: Iterable[Row]) -> None:
-    """CSV with a header; numbers with six significant digits, nothing for None."""
+    """Writes a CSV with a header; numbers have six significant digits, None is an empty cell."""
     with Path(path).open("w", encoding="utf-8", newline="") as file:
         writer = csv.DictWriter(file, [field.name for field in fields(Row)], lineterminator="\n")
         writer.writeheader()
@@ -210,13 +210,13 @@ def _losses(current: Sequence[Reply], reference: Sequence[Reply]) -> dict[str, A
 
 
 def _more(current: Sequence[Reply], default: Sequence[Reply], compared: int) -> dict[str, Any]:
-    """Args: compared: conditions that are held against the default; their intervals hold together."""
+    """Args: compared: number of conditions that are compared with the default; all their intervals hold jointly."""
     confidence = 1 - (1 - CONFIDENCE) / compared
     return _with_interval("gold_more", _less_likely("gold", current, default), confidence)
 
 
 def _less_likely(name: str, current: Sequence[Reply], other: Sequence[Reply]) -> Floats:
-    """By how much a given answer is less likely than in another reply to the same prompt, nats a token."""
+    """How much less likely the forced answer `name` is than in `other`, prompt by prompt, nats a token."""
     pairs = [(getattr(a, name), getattr(b, name)) for a, b in zip(other, current, strict=True)]
     return np.array([a.logprob - b.logprob for a, b in pairs if a is not None and b is not None])
 
@@ -244,7 +244,7 @@ def _standard_error(values: Floats) -> float | None:
 
 
 def interval(differences: Floats, confidence: float = CONFIDENCE) -> tuple[float | None, float | None]:
-    """Percentile bootstrap of the mean. All differences equal: that value twice, which does not prove them equal."""
+    """Percentile bootstrap of the mean; if all differences are equal, that value twice, which is no proof."""
     if differences.size < 2:
         return None, None
     if (differences == differences[0]).all():
@@ -256,7 +256,7 @@ def interval(differences: Floats, confidence: float = CONFIDENCE) -> tuple[float
 
 
 def mean_with_interval(values: Floats, digits: int) -> str:
-    """`mean [low, high]`; without the interval where it is not known."""
+    """`mean [low, high]`; without the interval if it is unknown."""
     low, high = interval(values)
     ends = "" if low is None else f" [{low:.{digits}f}, {high:.{digits}f}]"
     return f"{np.mean(values):.{digits}f}{ends}"

@@ -1,7 +1,7 @@
-"""Tasks: questions of one family with all that it takes to ask and to score them.
+"""Tasks: the questions of one family, and how to ask and score them.
 
-`load_tasks` reads what the command line names: `synthetic`, `ruler`, `longbench:FILE`, `jsonl:FILE`, or `summary:FILE`:
-passages of the same JSONL, to be summed up; the right summary is the full prefill's own.
+`load_tasks` loads what the command line names: `synthetic`, `ruler`, `longbench:FILE`, `jsonl:FILE`, or `summary:FILE`,
+which asks for a summary of the passages of such a JSONL; the full prefill's own summary counts as right.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from chunk_cache_tools.verify.session import Asking
 KINDS = "synthetic, ruler, longbench:FILE, jsonl:FILE or summary:FILE"
 _NEWLINE = ("\n",)
 TRAINED = ("needle", "number", "multi", "carry")
-"""Synthetic families that the models of this repository are trained on; the others are asked only by name."""
+"""Synthetic families that the models of this repository are trained on; others must be named in `--families`."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """One family; `build` makes a prompt of a question."""
+    """One family of questions, and how it is asked, scored and written."""
 
     family: str
     questions: tuple[Question, ...]
@@ -37,7 +37,7 @@ class Task:
     style: PromptFormat = PLAIN
 
     def prompts(self, build: Callable[[Question, PromptFormat], Prompt] = build_prompt) -> list[Prompt]:
-        """One per question, in their order."""
+        """One prompt per question, in their order, made by `build`."""
         return [build(question, self.style) for question in self.questions]
 
 
@@ -46,9 +46,9 @@ class TaskOptions:
     """What the command line may change about tasks.
 
     Attributes:
-        num: questions per family, at most.
-        seed: of generated questions.
-        size: of generated haystacks; `passage_words` is also how LongBench's contexts are cut.
+        num: most questions per family.
+        seed: seed of generated questions.
+        size: size of generated haystacks; LongBench's contexts are cut to its `passage_words` too.
     """
 
     num: int = 300
@@ -57,7 +57,7 @@ class TaskOptions:
 
 
 def load_tasks(kinds: Sequence[str], families: Sequence[str] | None, options: TaskOptions) -> list[Task]:
-    """The tasks of all kinds, without synthetic families that are not trained, or those of `families` only.
+    """The tasks of `families`; by default all of these kinds, without synthetic families outside `TRAINED`.
 
     Raises:
         DataError: an unknown kind or family, one family twice, or a file that is missing or broken.
@@ -93,7 +93,7 @@ def _makers(kind: str, options: TaskOptions) -> dict[str, Callable[[], Task]]:
 
 
 def synthetic_task(family: str, options: TaskOptions) -> Task:
-    """Questions in the language of the models that this repository trains; answers end by themselves."""
+    """Questions in the language of the models that this repository trains; answers end with EOS."""
     questions = make_questions(family, num=options.num, seed=options.seed)
     longest = max(len(answer.split()) for question in questions for answer in question.answers)
     return Task(family, tuple(questions), "exact_match", Asking(max_new_tokens=longest + 1), VERBATIM)

@@ -15,10 +15,10 @@ UNITS = {"s": 1.0, "ms": 1e-3}
 
 
 def poisson(num: int, rate: float, seed: int) -> list[float]:
-    """Seconds of `num` arrivals with exponential gaps; the first comes after a gap too, the last at `num / rate`.
+    """Times in seconds of `num` arrivals with exponential gaps; the first comes after a gap, the last at `num / rate`.
 
-    So what is offered is the rate, also with few requests, whose gaps would add up to something else. Each rate has a
-    sample of its own; all who ask for one rate get the same.
+    The gaps are scaled to this sum, so that the offered rate is exact even with few requests. Each rate has its own
+    sample: the same rate and seed always give the same times.
     """
     times = np.cumsum(np.random.default_rng((seed, round(1e6 * rate))).exponential(1.0, num))
     return (times * (num / rate / times[-1])).tolist()
@@ -29,8 +29,8 @@ def recorded(path: str | Path, column: str, unit: str = "s", speed: float = 1.0)
 
     Args:
         path: a CSV with a header (BurstGPT: `Timestamp`, seconds) or JSONL (Mooncake: `timestamp`, milliseconds).
-        column: where the timestamps stand.
-        unit: of the timestamps, `s` or `ms`.
+        column: name of the column, or field, of the timestamps.
+        unit: unit of the timestamps, `s` or `ms`.
         speed: 2 replays twice as fast.
 
     Raises:

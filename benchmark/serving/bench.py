@@ -1,9 +1,9 @@
 """Bench: runs parts of a trace against the systems of a fleet, and keeps every run.
 
     system:    flush | warm-up: cold | closed loop | rates ... | flush | next system ...
-    prompts:           0 ... 19        20 ... 59     each rate has prompts of its own, the same for all systems
+    prompts:           0 ... 19        20 ... 59     each rate has its own prompts, the same for all systems
 
-No prompt is asked twice of one system between two flushes: it would find all of itself in the exact cache.
+Between two flushes a system gets no prompt twice: the exact cache would hold the whole prompt.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ Tick = Callable[[str], None]
 
 
 class MeasurementError(RuntimeError):
-    """A run says nothing of what it was to measure; the message says which, and why."""
+    """A run cannot be used; the message says which, and why."""
 
 
 class TraceTooShort(DataError):
-    """The trace has no prompts left; the message says how many were wanted."""
+    """The trace has too few prompts left; the message says how many were wanted."""
 
 
 class Tape:
-    """Hands out the prompts of a trace, the same ones for the same label, whichever system asks first."""
+    """Hands out the prompts of a trace; all systems that ask with one label get the same prompts."""
 
     def __init__(self, prompts: Sequence[Prompt]) -> None:
         self._prompts = prompts
@@ -41,10 +41,10 @@ class Tape:
         self._used = 0
 
     def take(self, label: str, num: int) -> Sequence[Prompt]:
-        """Prompts that no other label gets.
+        """The `num` prompts of a label; no other label gets them.
 
         Raises:
-            TraceTooShort: there are not so many left.
+            TraceTooShort: fewer prompts are left.
         """
         if label not in self._slices:
             if self._used + num > len(self._prompts):
@@ -71,7 +71,7 @@ class Bench:
     runs: list[dict[str, Any]] = field(default_factory=list)
 
     def begin(self, system: System) -> Subject:
-        """A system with empty caches and an empty memory of what it has sent."""
+        """Starts with a system: its caches are empty, and its `Writer` has sent nothing."""
         self.fleet.use(system.kind).flush()
         return Subject(self, system, Writer(system, self.fleet.pool_len))
 
@@ -87,10 +87,10 @@ class Subject:
     def closed(
         self, phase: str, num: int, num_clients: int, repeats: int = 1, output_len: int | None = None
     ) -> tuple[dict[str, Any], Run]:
-        """The next `num` prompts, by so many clients in a closed loop; `output_len` in the place of their own.
+        """Sends the next `num` prompts from `num_clients` clients in a closed loop; `output_len` replaces their own.
 
-        With `repeats` they are answered in so many runs of equal length, one after the other, which count as one; the
-        summary says how many requests a second each of them gave.
+        `repeats` splits the prompts into so many runs of equal length, one after the other. The summary is of all
+        together; it also has the requests a second of each run.
         """
         prompts = self.bench.tape.take(phase, num)
         if output_len is not None:
@@ -111,13 +111,13 @@ class Subject:
     def poisson(
         self, phase: str, num: int, rate: float, seed: int, bound_s: float | None
     ) -> tuple[dict[str, Any], Run]:
-        """The next `num` prompts at a rate; all systems get the same arrivals."""
+        """Sends the next `num` prompts at a rate; all systems get the same arrivals."""
         return self.at(phase, poisson(num, rate, seed), bound_s, rate=round(rate, 4))
 
     def at(
         self, phase: str, arrivals_s: Sequence[float], bound_s: float | None, **about: Any
     ) -> tuple[dict[str, Any], Run]:
-        """The next prompts at given times."""
+        """Sends the next prompts at given times; `about` goes into the summary."""
         bodies = [self.writer.body(prompt) for prompt in self.bench.tape.take(phase, len(arrivals_s))]
         return self._measure(phase, lambda url: open_loop(url, bodies, arrivals_s), bound_s=bound_s, **about)
 

@@ -1,4 +1,4 @@
-"""Stock SGLang, the exact baseline that reorders, and the chunk cache, side by side under load: one trace, one machine.
+"""Compares stock SGLang, an exact baseline that reorders chunks, and the chunk cache under load, on one trace.
 
     python benchmark/serving/bench_serving.py                     # 17 to 30 minutes on two cores (make bench)
     python benchmark/serving/bench_serving.py --plan long         # more methods and queries, a larger model
@@ -11,9 +11,8 @@
 Parts: `serve` (cold, closed loop with 4 clients, Poisson rates up to saturation), `documents` (cold and closed loop
 over this repository's prose, with a real retriever), `crowd` (more clients than the KV pool has room for), `fresh` (a
 trace without a repeated chunk), `shared` (SGLang's own tool with its shared prefixes), `pulse` (requests of RAGPulse,
-scaled down), `trained` (right answers and speed of the trained model), `orders` (thousands of queries in ever new
-orders). A server is started for each kind of
-system and paused while it is not measured. Results:
+scaled down), `trained` (right answers and speed of the trained model), `orders` (thousands of queries, all with their
+chunks in a new order). Each kind of system has a server, which is paused while another is measured. Results:
 `benchmark/results/serving/NAME.{json,md}`, or `.cache/serving/` with `--plan quick`; docs/benchmarks.md explains.
 """
 
@@ -133,7 +132,7 @@ def _check_numbers(parser: argparse.ArgumentParser, args: argparse.Namespace) ->
 
 
 def _changed_plan(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Plan:
-    """The named plan, with what `--trace` and `--load` say."""
+    """The named plan, changed by `--trace` and `--load`."""
     plan = PLANS[args.plan]
     try:
         if args.trace:
@@ -149,16 +148,16 @@ def _changed_plan(parser: argparse.ArgumentParser, args: argparse.Namespace) -> 
 
 
 class Runner:
-    """Does the parts one after the other; `report` is complete after each of them.
+    """Runs the parts one after the other; after each of them `report` can be written.
 
-    Parts share servers where they share a model: a start takes as long as many a measurement.
+    Parts with the same model share servers, since starts are slow.
     """
 
     def __init__(self, args: argparse.Namespace, tick: Tick) -> None:
         self.args, self.plan, self.tick = args, args.plan, tick
         self.report: dict[str, Any] = _earlier(args) | {"plan": args.plan.name}
         self._passages: list[Passage] = []
-        # Before any server is started: a mistake in these files should not take minutes to show.
+        # Read before any server starts, so that a mistake in these files shows at once.
         self._log = traces.from_log(args.log, args.plan.output_len) if args.log else None
         self._ragpulse = _read_ragpulse(args.ragpulse, self.plan) if args.ragpulse else None
         self._recorded = _recorded(args.timestamps, args.speed) if args.timestamps else None
@@ -171,7 +170,7 @@ class Runner:
             wanted = [name for name in self.args.parts if name in names]
             if not wanted:
                 continue
-            about = describe_run()  # before the servers, whose start is load as well
+            about = describe_run()  # before the servers start, since that is load too
             with servers() as fleet:
                 for name in wanted:
                     self.tick(f"starting servers for {name}")
@@ -195,7 +194,7 @@ class Runner:
         return Fleet(model, pool_len, CACHE_DIR, flags=[*flags, *shlex.split(self.args.server_flags)])
 
     def _systems_of(self, part: str) -> Sequence[System]:
-        """Systems that a part asks, in this order."""
+        """Systems that a part measures, in this order."""
         if part in ("serve", "pulse"):
             return (*self.args.swept, *self.args.closed_systems)
         if part == "trained":
@@ -254,7 +253,7 @@ class Runner:
         }
 
     def _crowd(self, fleet: Fleet) -> dict[str, Any]:
-        """What becomes of reuse when running requests fill the KV pool."""
+        """How much is still reused when running requests fill the KV pool."""
         plan = self.plan
         num = plan.load.warmup + plan.crowd_num
         spec = dataclasses.replace(plan.spec, name="crowd", num_requests=num, seed=self.args.seed)
@@ -265,7 +264,7 @@ class Runner:
         return about | {"trace": describe_trace(prompts), "rows": rows}
 
     def _fresh(self, fleet: Fleet) -> dict[str, Any]:
-        """What it costs when nothing is ever repeated."""
+        """What the chunk cache costs when no chunk is ever repeated."""
         plan = self.plan
         num = (plan.fresh_blocks + 1) * plan.fresh_len
         spec = dataclasses.replace(plan.spec, name="fresh", num_requests=num, new_share=1.0, seed=self.args.seed)
@@ -274,7 +273,7 @@ class Runner:
         return {"rows": rows, "block_len": plan.fresh_len, "runs": bench.runs}
 
     def _shared(self, fleet: Fleet) -> dict[str, Any]:
-        """SGLang's own tool and its shared prefixes, which SGLang's cache finds: a chunk cache must not cost any."""
+        """SGLang's own tool with shared prefixes: SGLang's cache finds them, and the chunk cache must not cost any."""
         kinds = [system.kind for system in self._systems_of("shared")]
         found = compare_shared(fleet, fleet.model_dir, kinds, self.plan.shared, self.tick)
         return {"model": self._model_text(), "scale": dataclasses.asdict(self.plan.shared)} | found
@@ -301,7 +300,7 @@ class Runner:
         }
 
     def _trained(self, fleet: Fleet) -> dict[str, Any]:
-        """Quality beside speed, of the small trained model."""
+        """Quality and speed of the small trained model."""
         plan = self.plan
         prompts = traces.notes(traces.NotesSpec(plan.trained_warmup + plan.trained_num, seed=self.args.seed))
         bench = Bench(fleet, Tape(prompts), self.tick)
@@ -309,7 +308,7 @@ class Runner:
         return {"model": TRAINED_DIR.name, "trace": describe_trace(prompts), "rows": rows}
 
     def _orders(self, fleet: Fleet) -> dict[str, Any]:
-        """No decay under ever new orders."""
+        """Whether throughput decays when every request has a new order."""
         plan = self.plan
         spec = dataclasses.replace(ORDERS_SPEC, num_requests=plan.orders_num, seed=self.args.seed)
         prompts = traces.generated(spec, len(WORDS), 1)
@@ -321,7 +320,7 @@ class Runner:
         return f"{self.plan.shape}, fp32, random weights"
 
     def _arrivals(self, prompts: Sequence[Prompt]) -> list[float] | None:
-        """Arrivals of a recorded log: its own, or another file's column, as many as there are prompts."""
+        """Arrival times: those of `--timestamps`, one per prompt, else the log's own; None without either."""
         if self._recorded is not None:
             return self._recorded[: len(prompts)]
         own = [prompt.arrival_s for prompt in prompts if prompt.arrival_s is not None]
@@ -329,7 +328,7 @@ class Runner:
 
 
 def _read_ragpulse(folder: Path, plan: Plan) -> RagPulse:
-    """What a plan takes of the trace, scaled."""
+    """The requests of RAGPulse that a plan needs, scaled."""
     num = plan.load.warmup + plan.load.closed + plan.pulse.num_timed
     pulse = read_ragpulse(folder, num)
     if len(pulse.requests) < num:
@@ -344,14 +343,14 @@ def _recorded(timestamps: str, speed: float) -> list[float]:
 
 
 def _check_length(path: Path, num: int, load: Load) -> None:
-    """A log that is not replayed at its own times must do for warm-up, closed loop and a few rates."""
+    """Raises DataError if a log that is not replayed is too short for warm-up, closed loop and a few rates."""
     wanted = load.warmup + load.closed + load.point_num[0] * len(load.fractions)
     if num < wanted:
         raise DataError(f"{path}: {num} prompts, this plan needs {wanted} at least; give more, or timestamps.")
 
 
 def _earlier(args: argparse.Namespace) -> dict[str, Any]:
-    """Parts of an earlier run that this one is added to."""
+    """With `--add`: the report of the earlier run that this one adds to."""
     path = args.out / f"{args.name}.json"
     if not args.add or not path.is_file():
         return {}
@@ -365,7 +364,7 @@ def _earlier(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def describe_trace(prompts: Sequence[Prompt]) -> dict[str, Any]:
-    """Prompts, different chunks, chunks per prompt, and lengths in tokens, or in characters where prompts are text."""
+    """Prompts, distinct chunks, chunks per prompt, and lengths: in characters for prompts of text, else in tokens."""
     chunks = [chunk for prompt in prompts for chunk in prompt.chunks]
     lengths = sorted(len(chunk.content) for chunk in chunks) or [0]  # a log may have prompts without passages only
     whole = [len(p.head) + sum(len(chunk.content) for chunk in p.chunks) + len(p.tail) for p in prompts]

@@ -1,8 +1,7 @@
 """The load on a server: `closed_loop`, `open_loop`; each gives a `Run` with one `Record` per request.
 
-Clients stream, as users do, and read the clock when the first and the last event arrive. While a run goes on, the
-server is asked every second for the KV slots that are in use. A request that fails is a record with an `error`;
-it counts as one that missed every bound, never as a fast one.
+Clients stream, as users do, and read the clock when the first and the last event arrive. During a run the server is
+asked every second for the KV slots in use. A failed request has a record with an `error`, and misses every bound.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ class Record:
     """One request as its client saw it; seconds count from the beginning of the run.
 
     Attributes:
-        due_s: when it was to be sent; time to first token counts from here, so a late client is not hidden.
+        due_s: when it should be sent; time to first token counts from here, so that it includes a client's delay.
         first_s, end_s: arrival of the first token and of the last.
         prompt_len, output_len: tokens.
-        prefix_len: tokens of the prompt that the exact prefix gave.
-        reused_len, recomputed_len: tokens of reused chunks, and those of them that were computed again.
+        prefix_len: tokens of the prompt found in the exact prefix.
+        reused_len, recomputed_len: reused tokens, and how many of them were recomputed.
         num_chunks, num_missed: chunks of the prompt, and those that were not stored yet (chunk cache only).
         text: what was generated; empty where the server has no tokenizer.
         error: what went wrong, or None.
@@ -56,17 +55,17 @@ class Record:
 
     @property
     def e2e_s(self) -> float:
-        """The whole request."""
+        """Time of the whole request."""
         return self.end_s - self.due_s
 
     @property
     def tpot_s(self) -> float | None:
-        """Time per output token behind the first; None of a single one."""
+        """Time per output token after the first; None if there is only one."""
         return (self.end_s - self.first_s) / (self.output_len - 1) if self.output_len > 1 else None
 
     @property
     def rows(self) -> int:
-        """Prompt tokens that went through the model (through all layers, or nearly: methods differ in the first)."""
+        """Prompt tokens that the model computed, through all layers or nearly all: methods differ in the first."""
         return self.prompt_len - self.prefix_len - self.reused_len + self.recomputed_len
 
 
@@ -80,12 +79,12 @@ class Run:
 
     @property
     def answered(self) -> list[Record]:
-        """Those that did not fail."""
+        """Records of requests that did not fail."""
         return [record for record in self.records if record.error is None]
 
 
 def joined(runs: Sequence[Run]) -> Run:
-    """Runs one after the other as one; times of a record still count from the beginning of its own."""
+    """Several successive runs as one; the times of a record still count from the beginning of its own run."""
     return Run(
         tuple(record for run in runs for record in run.records),
         sum(run.seconds for run in runs),
@@ -112,7 +111,7 @@ def closed_loop(url: str, bodies: Sequence[Body], num_clients: int) -> Run:
 
 
 def open_loop(url: str, bodies: Sequence[Body], arrivals_s: Sequence[float]) -> Run:
-    """Each body is sent at its time, whatever became of the others."""
+    """Sends each body at its time, whether or not the others were answered."""
     assert len(arrivals_s) == len(bodies), "one time per request"
 
     async def load(send: Callable[[int, float], Awaitable[None]], began: float) -> None:
@@ -194,7 +193,7 @@ def record_of(reply: Mapping[str, Any], due_s: float, first_s: float, end_s: flo
 
 
 async def _sample(client: httpx.AsyncClient, slots: list[int]) -> None:
-    """Samples until cancelled. A server whose scheduler is in a long forward answers late, or not at all: no sample."""
+    """Samples until cancelled. During a long forward a server answers late or not at all; then there is no sample."""
     while True:
         await asyncio.sleep(SAMPLE_EVERY_S)
         with contextlib.suppress(httpx.HTTPError):

@@ -1,7 +1,7 @@
-"""Fleet: one server per kind of system, of which one runs at a time; the others are paused.
+"""Fleet: one server per kind of system; one runs at a time, the others are paused.
 
-`keep` says which kinds are wanted from now on, `use` gives one. An idle SGLang server keeps a core busy, so all but one
-are paused; a short request wakes what was paused before anything is measured.
+`keep` says which kinds are wanted from now on, `use` returns one. An idle SGLang server keeps a core busy, so all but
+one are paused; after a pause a short request wakes the server before anything is measured.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ GEMM_SIZE, GEMM_S = 1024, 0.3
 
 
 class Fleet:
-    """Servers of one model. A context manager; `use` gives the server of a kind, running alone.
+    """Servers of one model. A context manager; `use` returns the server of a kind and pauses the others.
 
     Args:
-        flags: of all servers, beside the size of their KV pool.
+        flags: flags of all servers, beside the size of their KV pool.
         log_dir: where they write their logs.
-        env: variables of all servers, on top of this process's own.
+        env: environment variables of all servers, beside this process's own.
 
     Attributes:
         model_dir: the model of every server.
@@ -59,7 +59,7 @@ class Fleet:
         self.keep(())
 
     def keep(self, kinds: Iterable[str]) -> None:
-        """Starts the servers of these kinds that are not there, and stops all others: each has a KV pool in memory."""
+        """Starts servers of these kinds where missing, and stops all others, since each has a KV pool in memory."""
         wanted = list(dict.fromkeys(kinds))
         for kind in self._servers.keys() - set(wanted):
             self._servers.pop(kind).stop()
@@ -70,7 +70,7 @@ class Fleet:
             self._running = None
         missing = {kind: self._server(kind) for kind in wanted if kind not in self._servers}
         self._servers |= missing
-        # Starts are mostly imports: two at a time fill two cores, more only fight for them.
+        # Starts are mostly imports: two at a time keep two cores busy.
         with ThreadPoolExecutor(2) as starters:
             try:
                 for server, _ in zip(missing.values(), starters.map(Server.start, missing.values()), strict=True):
@@ -93,7 +93,7 @@ class Fleet:
         )
 
     def use(self, kind: str) -> Server:
-        """The server of this kind, awake, the others paused."""
+        """The server of this kind, running; the others are paused."""
         server = self._servers[kind]
         if self._running != kind:
             if self._running is not None:
@@ -105,12 +105,12 @@ class Fleet:
 
     @property
     def start_s(self) -> dict[str, float]:
-        """Seconds that each start took, beside the others."""
+        """Seconds that each start took; two run at a time."""
         return {kind: round(server.start_s, 1) for kind, server in self._servers.items()}
 
 
 def machine_speed() -> float:
-    """GFLOP/s of a matrix product on this process's cores just now: shows when the machine has become slower."""
+    """GFLOP/s of a matrix product on this process's cores; it shows when the machine has become slower."""
     a = torch.ones(GEMM_SIZE, GEMM_SIZE)
     num, began = 0, time.perf_counter()
     while time.perf_counter() - began < GEMM_S:

@@ -1,7 +1,7 @@
-"""Measures of one run: `summarize`, a flat dictionary that tables and plots are made of.
+"""Measures of one run: `summarize` returns the flat dictionary that tables are made of.
 
-Percentiles are those of the requests that were answered; a request that failed is counted in `num_failed`, and against
-goodput. With fewer than 100 requests the p99 lies between the two slowest ones: their number stands beside it.
+Percentiles are over the answered requests; failed ones are counted in `num_failed`, and not in goodput. With fewer than
+100 requests the p99 lies between the two slowest, so `num_requests` stands beside it.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ PERCENTILES = (50, 90, 99)
 
 
 def summarize(run: Run, bound_s: float | None = None) -> dict[str, Any]:
-    """Times in seconds, lengths in tokens.
+    """The measures of a run; times in seconds, lengths in tokens.
 
     Args:
-        bound_s: of the time to first token, for goodput; None where there is none yet.
+        bound_s: bound of the time to first token, for goodput; None while there is none.
     """
     done = run.answered
     prompt_len = sum(record.prompt_len for record in done)

@@ -1,4 +1,4 @@
-"""The models that are served where a user gives none: `documents_model`, and the trained one in `TRAINED_DIR`."""
+"""Models that are served if the user gives none: `documents_model`, and the trained one in `TRAINED_DIR`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from benchmark.demo.corpus import Passage, train_on_corpus
 
 CACHE_DIR = ROOT / ".cache" / "serving"  # models, logs, and results that are not to be kept
 TRAINED_DIR = ROOT / "benchmark" / "quality" / "models" / "qa-1m-seed1"
-TRAINED_FLAGS = ("--dtype", "float32")  # it is stored in bfloat16, which many CPUs only emulate, ten times as slow
+TRAINED_FLAGS = ("--dtype", "float32")  # stored in bfloat16, which many CPUs emulate, ten times as slow
 SMALL_POOL_LEN = 65536  # tokens of the KV pool of servers of the trained model
 
 

@@ -1,4 +1,4 @@
-"""Parts of the benchmark; each function gives what the report shows of its part."""
+"""Parts of the benchmark; each function returns what the report shows of its part."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ def serve(
     base_rate: float | None = None,
     seed: int = 0,
 ) -> dict[str, Any]:
-    """Warm-up, closed loop and, for `swept`, rates. Stock goes first: its numbers set the rates and the bound.
+    """Runs warm-up, closed loop and, for `swept`, rates. Stock goes first: its numbers set the rates and the bound.
 
     Args:
-        bound_s: of the p99 of the time to first token; by default `load.bound_factor` medians of stock at a low rate.
-        base_rate: requests a second of which `load.fractions` are shares; by default what stock reaches.
+        bound_s: bound of the p99 of TTFT; by default `load.bound_factor` times stock's median at the low rate.
+        base_rate: requests a second that `load.fractions` are shares of; by default stock's in the closed loop.
     """
     assert (swept[0].name == STOCK) or (bound_s and base_rate), "without stock, give bound and base rate"
     sweeps: dict[str, Sweep] = {}
@@ -54,7 +54,7 @@ def serve(
             bound_s = load.bound_factor * low["ttft_p50_s"]
             low |= summarize(run, bound_s)  # now there is a bound for goodput
             bench.tick(f"bound of the p99 of the time to first token: {bound_s:.2f} s")
-            measured[rates[0]] = low  # the same prompts again would lie in stock's exact cache
+            measured[rates[0]] = low  # a second run of these prompts would find them in stock's exact cache
         sweeps[system.name] = _sweep(subject, load, rates, bound_s, seed, measured)
     for system in closed_only:
         _warm_and_close(bench.begin(system), load)
@@ -68,7 +68,7 @@ def serve(
 
 
 def _check_answered(summary: Mapping[str, Any]) -> None:
-    """Where rates and bound come from this run."""
+    """Raises MeasurementError if a request failed in a run that sets the rates or the bound."""
     if summary["num_failed"]:
         raise MeasurementError(
             f"{summary['system']}, {summary['phase']}: {summary['num_failed']} of {summary['num_requests']} requests "
@@ -104,13 +104,13 @@ def _sweep(
 def _at_rate(
     subject: Subject, load: Load, rate: float, bound_s: float | None, seed: int, number: int = 0
 ) -> tuple[dict[str, Any], Run]:
-    # One label per rate and try: systems that meet the same rate get the same prompts and gaps.
+    # One label per rate and try: systems measured at the same rate get the same prompts and gaps.
     label = f"rate {rate:.4g}" + (", again" if number else "")
     return subject.poisson(label, load.num_at(rate), rate, seed + number, bound_s)
 
 
 def crowd(bench: Bench, systems: Sequence[System], load: Load, num: int, clients: int) -> list[dict[str, Any]]:
-    """A closed loop of more clients than the KV pool has room for, behind a warm-up with few: one row per system."""
+    """Runs a warm-up with few clients, then a closed loop of more than the KV pool has room for; one row per system."""
     rows = []
     for system in systems:
         subject = bench.begin(system)
@@ -120,13 +120,13 @@ def crowd(bench: Bench, systems: Sequence[System], load: Load, num: int, clients
 
 
 def _in_turns(items: Sequence[T], number: int) -> Sequence[T]:
-    """Whoever goes first changes from block to block, so that a machine that slows down hits all alike."""
+    """The items, rotated by the number of the block, so that a machine that slows down affects all alike."""
     shift = number % len(items)
     return (*items[shift:], *items[:shift])
 
 
 def _losses(seconds: Mapping[str, Sequence[float]], column: str) -> list[dict[str, Any]]:
-    """What each loses against the first, block by block; `column` names who it is."""
+    """The loss of each key against the first, over pairs of blocks; the rows name the key in `column`."""
     base, *others = seconds
     return [
         {column: name, "against": base}
@@ -136,10 +136,10 @@ def _losses(seconds: Mapping[str, Sequence[float]], column: str) -> list[dict[st
 
 
 def compare_fresh(bench: Bench, systems: Sequence[System], num_blocks: int, block_len: int, clients: int) -> list[Any]:
-    """A trace without a repeated chunk: what systems with a chunk cache lose against the first system, block by block.
+    """What systems with a chunk cache lose against the first system, over pairs of blocks without a repeated chunk.
 
-    The first pair does not count, it meets cold code. Caches are emptied before each block: systems that share a server
-    get the same prompts, and would find all of them.
+    The first pair does not count, since code is still cold. Caches are emptied before each block: systems that share a
+    server get the same prompts, and would find them in its cache.
     """
     seconds: dict[str, list[float]] = {system.name: [] for system in systems}
     for number in range(num_blocks + 1):
@@ -157,7 +157,7 @@ def compare_fresh(bench: Bench, systems: Sequence[System], num_blocks: int, bloc
 def compare_shared(
     fleet: Fleet, model_dir: Path, kinds: Sequence[str], scale: SharedScale, tick: Tick
 ) -> dict[str, Any]:
-    """SGLang's own tool with its shared prefixes, unmarked: all runs, and what servers lose against the first kind."""
+    """SGLang's own tool with shared prefixes, unmarked: all runs, and what servers lose against the first kind."""
     runs: list[dict[str, Any]] = []
     for number in range(scale.pairs + 1):
         for kind in _in_turns(kinds, number):
@@ -177,15 +177,15 @@ def ask_trained(bench: Bench, systems: Sequence[System], warmup: int, num: int, 
         subject = bench.begin(system)
         subject.closed("warm-up", warmup, clients)
         summary, run = subject.closed("questions", num, clients, TRAINED_RUNS)
-        # As they were sent: an answer that lists what the passages say lists it in their order.
+        # Prompts as sent: the right answer may depend on the order of the passages.
         rows.append(summary | {"right": share_right(subject.writer.sent[-num:], run.records)})
     return rows
 
 
 def order_anew(bench: Bench, systems: Sequence[System], num: int, block: int, clients: int) -> list[dict[str, Any]]:
-    """Ever new orders of the same chunks: throughput and reuse by block of requests, which must not decay.
+    """Throughput and reuse by block of requests, when every request has a new order of chunks; they must not decay.
 
-    Systems without a chunk cache answer the first two blocks only, to compare with.
+    Systems without a chunk cache answer only the first two blocks, for comparison.
     """
     rows = []
     for system in systems:
@@ -207,9 +207,9 @@ def pulse(
     """Warm-up and closed loop, then recorded arrivals, from empty caches: three rows per system, two without times.
 
     Args:
-        times_s: of requests behind those of the closed loop, ascending.
-        rate: mean rate of these, as a share of what the first system reached in the closed loop.
-        warmup_output_len: tokens of an answer of the warm-up, in the place of the recorded ones.
+        times_s: arrival times of the requests after the closed loop, ascending.
+        rate: mean rate of these requests, as a share of what the first system reached in the closed loop.
+        warmup_output_len: tokens of an answer in the warm-up; None: as recorded.
     """
     rows: list[dict[str, Any]] = []
     base_rate = None

@@ -1,6 +1,6 @@
 """Plans: how large a benchmark is. `STANDARD` is `make bench`, `LONG` what the documentation cites, `QUICK` a check.
 
-A plan fixes model, trace and load; what a run may change is on the command line of `bench_serving.py`.
+A plan sets model, trace and load; the flags of `bench_serving.py` change some of it.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from benchmark.simulate.trace import TraceSpec
 VOCAB = 4096
 MAIN_PARTS, SMALL_PARTS = ("serve", "documents", "crowd", "fresh", "shared", "pulse"), ("trained", "orders")
 PARTS = (*MAIN_PARTS, *SMALL_PARTS)
-"""Parts by the model that they are about: the plan's, and the trained one."""
+"""Parts that measure the plan's model (`MAIN_PARTS`), then those that measure the trained one."""
 
 
 @dataclass(frozen=True)
 class Load:
-    """Requests of the parts of one system's run.
+    """How many requests a system gets, and how.
 
     Attributes:
         warmup: first queries, in a closed loop from an empty cache; the papers take 20.
-        closed: queries of the closed loop ...
-        closed_runs: ... answered in so many runs, for the spread.
-        clients: of the closed loop.
+        closed: queries of the closed loop.
+        closed_runs: runs that the closed loop is split into, for the spread.
+        clients: clients of the closed loop.
         fractions: rates, as shares of what stock reached in the closed loop, ascending; the first is the low rate.
-        point_s: a point of the sweep lasts about so long ...
-        point_num: ... but has so many queries at least and at most.
+        point_s: about how long one rate of the sweep is measured.
+        point_num: fewest and most queries of one rate, whatever `point_s` gives.
         refinements: bisections at the end of a sweep.
-        tries: runs of a rate that must break the bound.
-        bound_factor: the bound of the p99 of the time to first token, in medians of stock at the low rate.
+        tries: runs that must break the bound before a rate counts as too high.
+        bound_factor: bound of the p99 of the time to first token, divided by stock's median at the low rate.
     """
 
     warmup: int = 20
@@ -50,7 +50,7 @@ class Load:
     bound_factor: float = 3.0
 
     def num_at(self, rate: float) -> int:
-        """Queries of a point."""
+        """Queries for one rate of the sweep."""
         least, most = self.point_num
         return round(min(most, max(least, rate * self.point_s)))
 
@@ -59,7 +59,7 @@ Changeable = TypeVar("Changeable", TraceSpec, Load)
 
 
 def changed(values: Changeable, text: str, flag: str) -> Changeable:
-    """The same with what `text` says, as in `chunk_len=300,zipf=1`.
+    """The values, changed as `text` says, such as `chunk_len=300,zipf=1`.
 
     Raises:
         DataError: a key is unknown, or its value is not of the key's type; the message names `flag`.
@@ -85,15 +85,16 @@ def changed(values: Changeable, text: str, flag: str) -> Changeable:
 
 @dataclass(frozen=True)
 class PulseScale:
-    """What is taken of RAGPulse, scaled down for a CPU.
+    """How RAGPulse is scaled down for a CPU.
 
     Attributes:
-        share, output_share: of the lengths of texts and of answers.
-        num_timed: requests behind the closed loop that come at their recorded times, which are scaled ...
-        rate: ... to this share of what stock reached in the closed loop.
-        behind: layouts: how many blocks of the system prompt stand behind the passages. The first one has times too.
-        marks_all: history and results from the web are marked too, not only passages.
-        warmup_output_len: tokens of an answer of the warm-up, where thousands of them would only take time.
+        share, output_share: shares of the recorded lengths of texts, and of answers.
+        num_timed: requests after the closed loop that arrive at their recorded times, scaled to `rate`.
+        rate: mean rate of these requests, as a share of what the first system reached in the closed loop.
+        behind: layouts: how many blocks of the system prompt stand behind the passages. Only the first has timed
+            requests.
+        marks_all: mark history and results from the web too, not only passages.
+        warmup_output_len: tokens of an answer in the warm-up; None: as recorded.
     """
 
     share: float = 0.15
@@ -110,20 +111,20 @@ _SHARED = SharedScale()
 
 @dataclass(frozen=True)
 class Plan:
-    """All that one benchmark does.
+    """The parts, models and sizes of one benchmark.
 
     Attributes:
-        spec: of the generated trace; its number of requests is as many as the run may need.
+        spec: what the generated trace is like; it has as many requests as the run may need.
         pool_len: tokens of the KV pool of every server.
-        swept: systems that are swept; `closed_only` run warm-up and closed loop.
-        parts: what is run unless the command line says otherwise.
-        crowd_num, crowd_clients: queries of a crowd, and how many clients send them.
+        swept: systems that are swept over rates; `closed_only` only run warm-up and closed loop.
+        parts: parts that run unless the command line names others.
+        crowd_num, crowd_clients: queries of part crowd, and how many clients send them.
         fresh_blocks, fresh_len: pairs of blocks of the trace without a repeated chunk, and queries per block.
-        trained: systems that the trained model answers for.
-        trained_num: questions to each, behind `trained_warmup` that do not count.
-        pulse: of part pulse.
-        shared: of part shared.
-        orders_num, orders_block: queries of the test for decay, and how many make one row of its table.
+        trained: systems that are measured with the trained model.
+        trained_num: questions to each of these systems, after `trained_warmup` that do not count.
+        pulse: scale of part pulse.
+        shared: scale of part shared.
+        orders_num, orders_block: queries of part orders, and how many make one row of its table.
     """
 
     name: str

@@ -1,9 +1,9 @@
-"""Prompt: one request of a serving trace, before a system under test has written it down in its own way.
+"""Prompt: one request of a serving trace, before a `Writer` turns it into the request of one system.
 
     | head | chunk | chunk ... chunk | tail |
 
 - `Piece` is text or token ids; all pieces of a prompt are of one kind.
-- `Prompt.reordered` gives the same chunks in another order, `body` the request for `/generate`.
+- `Prompt.reordered` returns the same chunks in another order, `body` the request for `/generate`.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ CHARACTERS_PER_TOKEN = 4
 
 
 def num_tokens(piece: Piece) -> int:
-    """Number of token ids; of a text about as many as it will have."""
+    """Number of token ids; for text, an estimate from its characters."""
     return -(-len(piece) // CHARACTERS_PER_TOKEN) if isinstance(piece, str) else len(piece)
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """A retrieved passage; two with one `key` have the same content."""
+    """A retrieved passage; chunks with the same `key` have the same content."""
 
     key: str
     content: Piece
@@ -39,12 +39,12 @@ class Prompt:
     """What a client wants answered.
 
     Attributes:
-        head, tail: what stands before and behind the chunks: system prompt and question.
+        head, tail: text in front of the chunks and behind them: system prompt and question.
         output_len: tokens to generate.
         session: number of the session that it belongs to.
-        arrival_s: seconds from the first request of a recorded trace; None where the trace has no times.
-        answer: what a trained model should say, word by word; None where nobody knows.
-        answer_of: the answer by the texts of the chunks in their order, where it depends on it.
+        arrival_s: seconds from the first request of a recorded trace; None if the trace has no times.
+        answer: the right answer, compared word by word; None if unknown.
+        answer_of: returns the right answer for texts of chunks in their order, if it depends on the order.
         ends_at_eos: generation may end before `output_len`.
     """
 
@@ -59,7 +59,7 @@ class Prompt:
     ends_at_eos: bool = False
 
     def reordered(self, keys: Sequence[str]) -> Prompt:
-        """The chunks in the order of `keys`; each names one of them, and a chunk that none names is left out."""
+        """The prompt with the chunks that `keys` name, in that order; other chunks are left out."""
         by_key = {chunk.key: chunk for chunk in self.chunks}
         chunks = tuple(by_key[key] for key in keys)
         answer = self.answer if self.answer_of is None else self.answer_of([chunk.content for chunk in chunks])
@@ -67,10 +67,10 @@ class Prompt:
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """The whole prompt.
+        """Token ids of the whole prompt.
 
         Raises:
-            DataError: it is text.
+            DataError: the prompt is text.
         """
         pieces = (self.head, *(chunk.content for chunk in self.chunks), self.tail)
         found: list[int] = []
@@ -84,7 +84,7 @@ class Prompt:
         """The JSON body of a streamed `/generate`.
 
         Args:
-            options: of the chunk cache; the chunks are marked. None: a plain request, as stock SGLang gets it.
+            options: options of the chunk cache; the chunks are marked. None: a plain request for stock SGLang.
         """
         params: dict[str, Any] = {
             "temperature": 0.0,

@@ -1,32 +1,31 @@
 """Reordering: the exact way to more prefix hits, the baseline that reuse has to beat.
 
     Reorderer    puts marked chunks into an order in which earlier prompts began
-    Piloted      asks ContextPilot itself, the package, for the order of the chunks
-    Rebuilder    knows no marks: begins a prompt as an earlier one began, with runs of its own tokens
-    SetOrderer   follows an earlier prompt whose first chunks were the same set: the hits of Set-Cache
+    Piloted      asks the package ContextPilot for the order of the chunks
+    Rebuilder    uses no marks: moves runs of the prompt's tokens so that it begins like an earlier prompt
+    SetOrderer   follows an earlier prompt whose first chunks were the same set: it has the hits of Set-Cache
 
-`Reorderer`: chunks of a prompt are put into an order in which earlier prompts began, and repeated ones are dropped, so
-that stock SGLang's prefix cache finds more. A client can do this without any change of the server; the idea is
+`Reorderer` puts the chunks of a prompt into an order in which earlier prompts began, and drops repeated ones, so that
+stock SGLang's prefix cache finds more. A client can do this without any change of the server; the idea is
 ContextPilot's, which searches an index of contexts. Nothing is approximated, but the model reads the passages in
-another order than the retriever's, which ranks them.
+another order than the retriever's ranking.
 
     tree of orders sent so far          a request of {C, A, D}           is sent as A C D
         A -> C -> B
           -> D
-        B -> A                          the longest path whose chunks are all asked for comes first,
-                                        the others behind it, the most wanted one first
+        B -> A                          first the longest path whose chunks are all in the request,
+                                        then the other chunks, the most often requested one first
 
-`Piloted` is the same with ContextPilot's own index (0.5.0, `make peers`), one prompt at a time, as its documentation
-asks a program that serves to. It is not told what the server evicts, which it would need a hook in the server for.
+`Piloted` does the same with ContextPilot's own index (0.5.0, `make peers`), one prompt at a time, as its documentation
+recommends for serving. It does not know what the server evicts; that would need a hook in the server.
 
-`Rebuilder` is the idea of LMCache's reordering in our own code: of the prompts sent so far it takes the one of which
-the prompt's tokens rebuild the longest beginning, run by run, and appends what is left in its order. It may move any
-text, also that of a system prompt.
+`Rebuilder` is the idea of LMCache's reordering in our own code. It looks for the earlier prompt whose beginning can be
+rebuilt furthest with runs of this prompt's tokens, sends these runs first, and appends the other tokens in their order.
+It may move any text, even the system prompt.
 
-`SetOrderer` is the lookup of Set-Cache, a baseline of Cache-Craft (section 5.1): the first chunks of a prompt are found
-where an earlier prompt began with the same ones in any order. Set-Cache moves their KV to the places that they have
-now and fixes nothing; a prompt in the order of the earlier one finds as much and computes as much, but its answer is
-the exact one of that order.
+`SetOrderer` is the lookup of Set-Cache, a baseline of Cache-Craft (section 5.1): it looks for an earlier prompt that
+began with the same chunks in any order. Set-Cache moves their KV to the new places and fixes nothing. A prompt sent in
+the earlier order finds and computes as much, but its answer is the exact one for that order.
 """
 
 from __future__ import annotations
@@ -47,9 +46,9 @@ Key = TypeVar("Key", str, int)
 MIN_RUN = 16
 """Tokens of the shortest run that a `Rebuilder` moves."""
 PIECE_LEN = 900
-"""Contexts that ContextPilot compares at once."""
+"""Most contexts that ContextPilot compares at once."""
 PEERS_DIR = ROOT / ".cache" / "peers"
-"""Where `make peers` puts packages that are no part of the environment, as installing them hooks into SGLang."""
+"""Where `make peers` puts packages; installed in the environment, they would hook into SGLang."""
 
 
 @dataclass(slots=True)
@@ -66,7 +65,7 @@ class Reorderer(Generic[Key]):
         self._roots: dict[Hashable, _Node[Key]] = {}
         self._wanted: Counter[Key] = Counter()
         self._pool_len = pool_len
-        self._clock = 0  # tokens that were new to the prefix cache so far; it evicts what was not used for longest
+        self._clock = 0  # tokens that were new to the prefix cache so far; it evicts the least recently used
 
     def order(
         self, keys: Sequence[Key], length: Callable[[Key], int], rest_len: int = 0, head: Hashable = None
@@ -74,16 +73,16 @@ class Reorderer(Generic[Key]):
         """The keys in the order to send them, each once.
 
         Args:
-            keys: of the chunks that were retrieved, best first.
-            length: tokens, or characters, of a chunk; the path with the longest text wins, then the one last used.
-            rest_len: of what follows the chunks and is always new: question and answer.
-            head: what stands in front of the chunks; orders behind another head are of no use.
+            keys: keys of the retrieved chunks, best first.
+            length: length of a chunk; the longest path wins, of equal ones the last used.
+            rest_len: length of what follows the chunks and is always new: question and answer.
+            head: what stands in front of the chunks; only orders behind the same head are followed.
         """
         root = self._roots.setdefault(head, _Node())
         wanted = list(dict.fromkeys(keys))
         self._wanted.update(wanted)
         path = self._longest(root, frozenset(wanted), length)[2]
-        # What many prompts want stands in front, so that later ones share it; the sort is stable, by rank of retrieval.
+        # Chunks of many prompts go first, so that later prompts share them; the sort keeps the order of equal ones.
         rest = sorted((key for key in wanted if key not in path), key=lambda key: -self._wanted[key])
         order = (*path, *rest)
         self._clock += sum(length(key) for key in rest) + rest_len + 1
@@ -113,7 +112,7 @@ class Piloted:
     """See the head of this file. One per server, for requests in the order in which they are sent."""
 
     def __init__(self) -> None:
-        """Raises DataError: the package is not there."""
+        """Raises DataError if the package is not installed."""
         if str(PEERS_DIR) not in sys.path:
             sys.path.append(str(PEERS_DIR))
         try:
@@ -121,7 +120,7 @@ class Piloted:
             from contextpilot.server import live_index
         except ImportError as error:
             raise DataError(f"system contextpilot: {error}; `make peers` installs it.") from error
-        # Its version 0.5.0 fails where it compares 1,000 contexts or more at once: it hands a local function to a pool.
+        # Version 0.5.0 fails with 1,000 contexts or more at once: it hands a local function to a pool.
         live_index.compute_distances_batch = _in_pieces(compute_distances_batch)
         self._pilot = live_index.ContextPilot(use_gpu=False)
 
@@ -133,7 +132,7 @@ class Piloted:
 
 
 def _in_pieces(compute: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
-    """The same distances, of fewer contexts at a time."""
+    """Wraps `compute`: the same distances, with at most `PIECE_LEN` contexts at a time."""
 
     def computed(queries: list[Any], targets: list[Any], *args: Any) -> np.ndarray:
         pieces = [targets[i : i + PIECE_LEN] for i in range(0, max(1, len(targets)), PIECE_LEN)]
@@ -146,10 +145,10 @@ class SetOrderer(Generic[Key]):
     """See the head of this file. It forgets nothing."""
 
     def __init__(self) -> None:
-        self._orders: dict[tuple[Hashable, tuple[Key, ...]], tuple[Key, ...]] = {}  # by what they begin with, sorted
+        self._orders: dict[tuple[Hashable, tuple[Key, ...]], tuple[Key, ...]] = {}  # by head and sorted first chunks
 
     def order(self, keys: Sequence[Key], head: Hashable = None) -> tuple[Key, ...]:
-        """The keys, of which as many as possible of the first stand as an earlier prompt behind `head` began."""
+        """The keys; as many first ones as possible stand in the order in which a prompt behind `head` began."""
         order = tuple(keys)
         for i in range(len(order), 0, -1):
             found = self._orders.get((head, tuple(sorted(order[:i]))))
@@ -169,7 +168,7 @@ class Rebuilder:
         self._min_run = min_run
         self._pool_len = pool_len
         self._sent: dict[tuple[int, ...], int] = {}  # each prompt -> the clock at its last use; the newest is last
-        self._clock = 0  # as of a `Reorderer`
+        self._clock = 0  # as in `Reorderer`
 
     def order(
         self, tokens: Sequence[int], length: Callable[[int], int] = lambda token: 1, rest_len: int = 0
@@ -177,8 +176,8 @@ class Rebuilder:
         """The places of the tokens in the order to send them.
 
         Args:
-            length: what a token counts for; 1, unless each stands for a whole text.
-            rest_len: of what follows and is always new.
+            length: length of a token; 1, unless it stands for a whole text.
+            rest_len: length of what follows and is always new.
         """
         starts: dict[tuple[int, ...], list[int]] = {}
         for place in range(len(tokens) - self._min_run + 1):
@@ -204,7 +203,7 @@ class Rebuilder:
     def _rebuild(
         self, sent: Sequence[int], tokens: Sequence[int], starts: dict[tuple[int, ...], list[int]]
     ) -> list[int]:
-        """Places of the tokens that make the longest beginning of `sent`, a long run before a short one."""
+        """Places of the tokens that rebuild the beginning of `sent`, run by run, each time with the longest run."""
         places: list[int] = []
         is_used = bytearray(len(tokens))
         while True:

@@ -1,4 +1,4 @@
-"""Markdown of a report: `to_markdown`; `targets` says which goals were met, `headline` is its first table."""
+"""Markdown of a report: `to_markdown`; `targets` says which targets were met, `headline` is the main table."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ def to_markdown(report: Row) -> list[str]:
 
 
 def targets(report: Row) -> list[dict[str, Any]]:
-    """What was wanted of `epic@0.15`, where it was measured; `met` is None where the measurement leaves it open."""
+    """The targets of `epic@0.15` that were measured; `met` is None if the measurement does not decide."""
     found: list[dict[str, Any]] = []
 
     def add(what: str, values: Mapping[str, float | None], one: str, other: str, wanted: float) -> None:
-        """The factor by which `one`'s value is above `other`'s; a system without a value reached nothing."""
+        """Adds the ratio of `one`'s value to `other`'s; None counts as 0."""
         if one not in values or other not in values:
             return
         first, second = values[one] or 0.0, values[other] or 0.0
@@ -50,7 +50,7 @@ def targets(report: Row) -> list[dict[str, Any]]:
         through = {name: row["requests_per_s"] for name, row in closed.items()}
         add("closed loop, requests/s, against stock", through, OURS, STOCK, MIN_RATE)
         add("closed loop, requests/s, against reordering", through, OURS, REORDER, MIN_OVER_REORDER)
-        # As a speed, so that a system of which a request failed has none.
+        # The speed is the inverse, so that a system with a failed request has none.
         low = {name: _speed(points[0]) for name, points in part["points"].items() if points}
         add("p99 of TTFT at the low rate, stock against ours", low, OURS, STOCK, MIN_LOW_RATE)
     found += [_loss(row) for row in report.get("fresh", {}).get("rows", ())]
@@ -66,7 +66,7 @@ def targets(report: Row) -> list[dict[str, Any]]:
 
 
 def _loss(row: Row) -> dict[str, Any]:
-    """Met or missed only where the whole interval is on one side of the target."""
+    """The target of a loss: met or missed only if the whole interval is on one side of it."""
     low, high = row["loss_95_percent_interval"]
     return {
         "what": f"loss of {row['system']} where no chunk is repeated",
@@ -77,7 +77,7 @@ def _loss(row: Row) -> dict[str, Any]:
 
 
 def _speed(row: Row) -> float | None:
-    """One over the p99 of the time to first token; None where a request failed."""
+    """One over the p99 of the time to first token; None if a request failed."""
     return None if row["num_failed"] or not row["ttft_p99_s"] else 1 / row["ttft_p99_s"]
 
 
@@ -383,12 +383,12 @@ def _answers(system: str) -> str:
 
 
 def percent_computed(row: Row) -> str:
-    """Rows that went through the model, as a share of the prompts."""
+    """Share of the prompt tokens that the model computed."""
     return _percent(row["mean_rows"] / row["mean_prompt_len"] if row["mean_prompt_len"] else None)
 
 
 def _with_spread(row: Row, digits: int = 2) -> str:
-    """Requests a second, with the slowest and the fastest of its runs where there were several."""
+    """Requests a second, with the slowest and the fastest run if there were several."""
     runs = row.get("requests_per_s_runs")
     spread = f" ({min(runs):.{digits}f}-{max(runs):.{digits}f})" if runs else ""
     return f"{row['requests_per_s']:.{digits}f}{spread}"

@@ -25,10 +25,10 @@ class SharedScale:
 
     Attributes:
         groups, per_group: groups of prompts, and prompts of each.
-        system_len: the text that all prompts of a group begin with.
-        question_len: what follows it, another in each prompt.
-        clients: of the closed loop.
-        pairs: runs of each server that count; one more comes first, which meets cold code.
+        system_len: length of the text that all prompts of a group begin with.
+        question_len: length of the text behind it, which differs in each prompt.
+        clients: clients of the closed loop.
+        pairs: runs of each server that count; one more comes first, while code is cold.
     """
 
     groups: int = 4
@@ -41,10 +41,10 @@ class SharedScale:
 
 
 def ask_shared(url: str, model_dir: Path, scale: SharedScale, seed: int) -> dict[str, Any]:
-    """One run of the tool; gives its own figures, the same prompts for the same seed.
+    """Runs the tool once and returns its own figures; the same seed gives the same prompts.
 
     Raises:
-        ServerError: the tool failed, or a request did; the message has the end of what it printed.
+        ServerError: the tool or a request failed; the message has the end of its output, or the number answered.
     """
     out = CACHE_DIR / f"{DATASET}-{seed}.jsonl"
     out.unlink(missing_ok=True)  # the tool appends

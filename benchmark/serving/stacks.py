@@ -1,8 +1,8 @@
-"""Stacks: where samples of a profiler fall. `read_collapsed` reads them, `shares` sorts them into stages.
+"""Stacks: counts the samples of a profiler by stage. `read_collapsed` reads them, `shares` sorts them into stages.
 
-A stage is named by the innermost frame that a rule knows, so what a stage calls counts for it. Frames are those of
-SGLang's process that schedules and of ours inside it; the file names are part of the rules, so that a new version of
-SGLang shows up as time in `other`.
+The innermost frame that matches a rule decides the stage, so a stage includes what it calls. The rules name frames of
+SGLang's scheduler process, with our code inside it. They contain file names, so a new version of SGLang may show up as
+time in `other`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 OTHER, IDLE, PARSE = "other", "waiting", "parse: marks, tokens"
-# (stage, pattern of a frame), tried from the innermost frame outwards; the first frame that any pattern knows decides.
+# (stage, pattern of a frame), tried from the innermost frame outwards; the first frame that matches a pattern decides.
 RULES: tuple[tuple[str, str], ...] = (
     (
         "assemble: copy and rotate stored KV",
@@ -55,7 +55,7 @@ _COMPILED = tuple((stage, re.compile(pattern)) for stage, pattern in RULES)
 
 
 def read_collapsed(path: str | Path) -> list[tuple[tuple[str, ...], int]]:
-    """(frames from the outermost to the innermost, samples) of a file of collapsed stacks (`py-spy record -f raw`)."""
+    """Reads collapsed stacks (`py-spy record -f raw`): (frames from the outermost to the innermost, samples)."""
     stacks = []
     for line in Path(path).read_text(encoding="utf-8").splitlines():
         text, _, count = line.rpartition(" ")
@@ -65,7 +65,7 @@ def read_collapsed(path: str | Path) -> list[tuple[tuple[str, ...], int]]:
 
 
 def stage_of(frames: Iterable[str]) -> str:
-    """One of the stages of `RULES`, or `OTHER`, or `IDLE` where the innermost frame waits for something."""
+    """A stage of `RULES`, `IDLE` if the innermost frame waits for something, else `OTHER`."""
     inward = list(frames)[::-1]
     if inward and _WAITING.search(inward[0]):
         return IDLE
@@ -77,9 +77,9 @@ def stage_of(frames: Iterable[str]) -> str:
 
 
 def shares(stacks: Iterable[tuple[tuple[str, ...], int]], process: str) -> Mapping[str, int]:
-    """Samples by stage of the processes with a frame that contains `process`, waiting left out.
+    """Samples by stage, without waiting, of the processes with a frame that contains `process`.
 
-    Of the other processes only what is parsed for a request counts: marks and tokens are read where HTTP is served.
+    Of other processes only the stage `PARSE` counts: the process that serves HTTP parses marks and tokens.
     """
     counts: Counter[str] = Counter()
     for frames, count in stacks:

@@ -1,8 +1,8 @@
-"""Sweep: ever higher rates until a system is saturated, then the highest rate that keeps the bound, more precisely.
+"""Sweep: raises the rate until a system breaks the bound, then bisects to find the highest rate that keeps it.
 
-`sweep` only decides which rate comes next; what a rate gives is told by a function, so the search is tested without a
-server. A rate that breaks the bound is measured again before it counts as too high: the p99 of a few dozen requests is
-nearly the slowest of them, and a machine that is slow for a second makes it.
+`sweep` only decides which rate comes next; a function measures the rate, so the search is tested without a server. A
+rate that breaks the bound is measured again before it counts as too high: the p99 of a few dozen requests is nearly
+the slowest of them, so a machine that is slow for one second can break the bound.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from dataclasses import dataclass
 from typing import Any
 
 Measure = Callable[[float, int], dict[str, Any]]  # rate, number of the try from 0 -> summary of the run
-GROWTH = 1.6  # beyond the given rates
+GROWTH = 1.6  # factor from rate to rate above the given ones
 
 
 class NothingLeft(Exception):
-    """There is nothing to measure a rate with; the sweep ends where it is."""
+    """Raised by the function that measures when it has no prompts left; the sweep ends there."""
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """Points in the order of measuring; `highest` is the highest rate of which a run kept the bound, None if none did.
+    """Points in the order of measuring; `highest` is the highest rate with a run that kept the bound, or None.
 
-    `is_complete` is False where the sweep ended before a rate broke the bound and the gap was bisected.
+    `is_complete` is False if the sweep ended before a rate broke the bound, or before the gap was bisected.
     """
 
     points: tuple[dict[str, Any], ...]
@@ -44,11 +44,11 @@ def sweep(
     """Measures `rates` in ascending order up to the first that breaks the bound, and then in between.
 
     Args:
-        rates: requests a second, ascending; where all of them keep the bound, higher ones follow.
-        bound_s: of the p99 of the time to first token.
+        rates: requests a second, ascending; if all of them keep the bound, higher ones follow.
+        bound_s: bound of the p99 of the time to first token.
         refinements: bisections, in logarithms, between the last rate that kept the bound and the first that did not.
         tries: runs that must break the bound before a rate counts as too high.
-        most: rates in all.
+        most: most rates in all.
     """
     assert rates, "no rate to measure"
     assert list(rates) == sorted(rates), "rates in ascending order"

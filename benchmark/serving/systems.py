@@ -9,7 +9,7 @@
 | `rebuild` | stock SGLang, prefix cache on | rebuilt by tokens without marks, `reorder.py` |
 | `set-cache` | stock SGLang, prefix cache on | first chunks in the order of an earlier prompt, `reorder.py` |
 | `METHOD@RATIO` | `--chunk-cache` | as retrieved, chunks marked |
-| `METHOD@RATIO, no ...` | without a part of it, `ablated` | the same |
+| `METHOD@RATIO, no ...` | `--chunk-cache` without a part, see `ablated` | the same |
 
 `split_names` and `parse_systems` read such names; `Writer` turns the prompts of one run into request bodies.
 """
@@ -37,7 +37,7 @@ SERVER_FLAGS: Mapping[str, tuple[str, ...]] = {
     "no-room-kept": ("--chunk-cache", "--chunk-cache-config", '{"keep_share": 0}'),
     "no-statistics": ("--chunk-cache", "--chunk-cache-config", '{"statistics_layers": "none"}'),
 }
-"""Flags that tell the servers apart, by kind; all others are the same for all of them."""
+"""Flags of each kind of server; all other flags are the same for all."""
 
 
 @dataclass(frozen=True)
@@ -46,9 +46,9 @@ class System:
 
     Attributes:
         name: as in tables and on the command line.
-        kind: of its server, a key of `SERVER_FLAGS`.
-        options: of the chunk cache; None on a stock server.
-        orders: what a client puts into another order, "chunks", "pilot", "tokens" or "sets"; None = nothing.
+        kind: kind of its server, a key of `SERVER_FLAGS`.
+        options: options of the chunk cache; None on a stock server.
+        orders: what the client reorders: "chunks", "pilot" (chunks, by ContextPilot), "tokens", "sets", or None.
     """
 
     name: str
@@ -58,7 +58,7 @@ class System:
 
     @property
     def exactness(self) -> str:
-        """Whose answers it gives, against those of full prefill of the prompt as it was retrieved."""
+        """How its answers compare with a full prefill of the prompt as it was retrieved."""
         if self.options is not None:
             return "exact" if self.options.get("ratio") == 1 else "approximate"
         return "exact" if self.orders is None else "exact for its own order"
@@ -75,20 +75,20 @@ BASELINES: Mapping[str, System] = {
 
 
 def ablated(system: System, kind: str) -> System:
-    """The same on a server without a part of the chunk cache; `kind` is of `SERVER_FLAGS`, and named in the tables."""
+    """The system on a server without a part of the chunk cache: `kind` of `SERVER_FLAGS`, which its name then has."""
     return replace(system, name=f"{system.name}, {kind.replace('-', ' ')}", kind=kind)
 
 
 def split_names(text: str) -> list[str]:
-    """Names of systems out of one argument; the commas between the options of a method belong to its name."""
+    """Splits an argument into names of systems; commas between the options of a method belong to its name."""
     return re.split(r",(?!\s*\w+=)", text)
 
 
 def parse_systems(names: Iterable[str]) -> list[System]:
-    """Systems by name; `epic` alone is `epic@0.15`, `cache-craft:alpha=1` has a budget of its own and no ratio.
+    """Systems by name; `epic` alone is `epic@0.15`, `cache-craft:alpha=1` has no ratio, since alpha sets its budget.
 
     Raises:
-        DataError: a name is unknown, or given twice; the message lists what there is.
+        DataError: a name is unknown, or given twice; the message says what to give.
     """
     systems = [_parse(name.strip()) for name in names]
     twice = {system.name for system in systems if sum(other.name == system.name for other in systems) > 1}
@@ -98,7 +98,7 @@ def parse_systems(names: Iterable[str]) -> list[System]:
 
 
 def parse_condition(name: str) -> Condition:
-    """`METHOD@RATIO`; `METHOD` alone has the server's ratio, with an alpha of its own none.
+    """Parses `METHOD@RATIO`; `METHOD` alone has the ratio `DEFAULT_RATIO`, or none if it has an alpha.
 
     Raises:
         DataError: no such method, option or ratio.
@@ -136,7 +136,7 @@ class Writer:
     """
 
     def __init__(self, system: System, pool_len: int | None = None) -> None:
-        """`pool_len`: tokens of the server's KV pool; orders that no longer lie in it are no longer followed."""
+        """`pool_len`: tokens of the server's KV pool; orders that it has probably evicted are not followed."""
         self.system = system
         self.sent: list[Prompt] = []
         self._reorderer: Reorderer[str] | None = Reorderer(pool_len) if system.orders == "chunks" else None
@@ -149,7 +149,7 @@ class Writer:
         """The request for `/generate`; call it in the order of sending.
 
         Raises:
-            DataError: the system takes prompts of token ids, and this is text.
+            DataError: the system needs token ids, and the prompt is text.
         """
         if self._reorderer is not None:
             lengths = {chunk.key: num_tokens(chunk.content) for chunk in prompt.chunks}

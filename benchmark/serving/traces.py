@@ -1,12 +1,12 @@
-"""Traces: where the prompts of a benchmark come from. Each source gives prompts in the order of their arrival.
+"""Traces: where the prompts of a benchmark come from. Each source returns prompts in the order of their arrival.
 
-- `generated`: random token ids after a `TraceSpec` (popularity, sessions, order, share of new chunks).
+- `generated`: random token ids, by a `TraceSpec` (popularity, sessions, order, share of new chunks).
 - `documents`: this repository's prose, passages retrieved by TF-IDF.
-- `notes`: questions to a small trained model about a shared stock of notes, answers known.
-- `from_ragpulse`: a real RAG service's requests, by ids of texts.
+- `notes`: questions to a small trained model about shared sets of notes, with known answers.
+- `from_ragpulse`: requests of a real RAG service; token ids are made up from the ids of its texts.
 - `from_log`: a JSONL log of a user.
 
-Lengths of questions and answers are means; what a prompt gets is drawn around them.
+`generated` draws the lengths of questions and answers around their means.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from benchmark.serving.prompt import Chunk, Piece, Prompt
 from benchmark.simulate.trace import TraceSpec, generate
 
 OUTPUT_LEN = 8
-LENGTH_SPREAD = 0.4  # of the logarithm of question and answer lengths
+LENGTH_SPREAD = 0.4  # standard deviation of the logarithm of question and answer lengths
 NOTES_SHAPE = Shape(num_chunks=(8, 8), num_distractors=4, apart=True)
 NOTES_FAMILIES = ("needle", "multi", "carry", "number")
 NOTES_OUTPUT_LEN = 6
@@ -38,11 +38,11 @@ LOG_KEYS = ("system", "chunks", "question", "output_len", "session", "timestamp"
 
 
 def generated(spec: TraceSpec, vocab: int, output_len: int = OUTPUT_LEN) -> list[Prompt]:
-    """Prompts of random token ids; the same arguments give the same ones.
+    """Prompts of random token ids; the same arguments give the same prompts.
 
     Args:
         vocab: token ids are drawn below it.
-        output_len: mean.
+        output_len: mean length of an answer.
     """
     trace = generate(spec)
     rng = np.random.default_rng((spec.seed, 1))
@@ -76,7 +76,7 @@ def documents(
     output_len: int = OUTPUT_LEN,
     seed: int = 0,
 ) -> list[Prompt]:
-    """Questions about this repository's documents; the passages of a prompt are those retrieved, best first."""
+    """Questions about this repository's documents, with the retrieved passages, best first."""
     retriever = Retriever(passages)
     draw = random.Random(seed)
     prompts = []
@@ -88,11 +88,11 @@ def documents(
 
 
 def from_ragpulse(pulse: RagPulse, vocab: int, num_behind: int = 0, *, marks_all: bool = False) -> list[Prompt]:
-    """Prompts of token ids that are made from ids of texts: equal ids, equal tokens.
+    """Prompts of token ids that are made up from ids of texts: equal ids give equal tokens.
 
     Args:
         vocab: token ids are drawn below it.
-        num_behind: so many blocks of each system prompt, the last ones, stand behind the passages.
+        num_behind: how many of the last blocks of each system prompt stand behind the passages.
         marks_all: history and results from the web are chunks too, not only passages.
     """
     ids = range(FIRST_PLAIN_ID, vocab)
@@ -129,8 +129,8 @@ class NotesSpec:
 
     Attributes:
         num_sets: sets of notes; all passages of a prompt come from one set, as from one manual.
-        num_chunks: passages of a prompt, an inclusive range; those that the question needs are among them.
-        zipf: popularity of the sets.
+        num_chunks: fewest and most passages of a prompt, including those that the question needs.
+        zipf: exponent of the popularity of the sets.
     """
 
     num_requests: int
@@ -141,10 +141,10 @@ class NotesSpec:
 
 
 def notes(spec: NotesSpec) -> list[Prompt]:
-    """Prompts with known answers; the passages of a set come in ever new company and order.
+    """Prompts with known answers; each draws its passages and their order anew from one set.
 
-    The order is drawn so that the answer exists: what introduces a person stands in front of what refers to it, and
-    places are asked for in the order in which they are told.
+    The order is drawn so that the answer exists: a passage that introduces a person stands in front of one that refers
+    to them. The answer lists places in the order in which the passages tell them.
     """
     # Training draws from other generators ("question SEED ..."), so no note here was trained on.
     stock = [make_notes(random.Random(f"serving {spec.seed} {i}"), NOTES_SHAPE) for i in range(spec.num_sets)]
@@ -170,7 +170,7 @@ def _ask_notes(draw: random.Random, own: Notes, name: str, asked: Asked, num_chu
     if asked.family == "multi":
         answer_of = partial(_places, asked.question.split()[-1])
         answer = answer_of([own.chunks[i] for i in chosen])
-    # The space behind a piece keeps words apart where pieces are joined without a separator; it is no token.
+    # The space keeps words apart where pieces are joined without a separator; it is no token.
     chunks = tuple(Chunk(f"{name}/{i}", own.chunks[i] + " ") for i in chosen)
     return Prompt(
         NOTES_SYSTEM + " ",
@@ -184,12 +184,12 @@ def _ask_notes(draw: random.Random, own: Notes, name: str, asked: Asked, num_chu
 
 
 def _places(name: str, texts: Sequence[Piece]) -> str:
-    """Where a person was, in the order in which the passages tell it."""
+    """Places where a person was, in the order in which the passages tell them."""
     return " ".join(places_of(name, [text for text in texts if isinstance(text, str)]))
 
 
 def needed_chunks(own: Notes, asked: Asked) -> list[int]:
-    """Numbers of the chunks that hold what a question asks about, in the order of the notes."""
+    """Indices of the chunks that the answer to a question needs, in the order of the notes."""
     name = asked.question.split()[-1]
     needed = [i for i, text in enumerate(own.chunks) if name in text.split()]
     if asked.family == "carry":
@@ -203,7 +203,7 @@ def _wears(text: str, colour: str) -> bool:
 
 
 def from_log(path: str | Path, output_len: int = OUTPUT_LEN) -> list[Prompt]:
-    """A user's log: one object per line, in the order of arrival.
+    """Prompts of a user's log: one object per line, in the order of arrival.
 
     `{"system": "...", "chunks": ["...", ...], "question": "...", "output_len": 40, "session": 3, "timestamp": 12.5}`;
     all but `chunks` and `question` may be left out. `timestamp` is in seconds; give it on every line or on none. The

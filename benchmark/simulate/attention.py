@@ -5,18 +5,18 @@ front of it (d = 1: its neighbour),
 
     OUTSIDE * own(chunk) * pair(chunk, c) * d^-DECAY          own, pair: lognormal with median 1
 
-so that inter[j] = length * that share and intra = length * INSIDE; CCI follows from them by the project's own
-`context_impact`. `own` says how much a chunk leans on others at all, `pair` how much two belong together. Both are
-hashes of (seed, keys): the same chunk in the same context always has the same statistics, and the order in which
-they are asked for changes nothing.
+so that inter[j] = length * that share and intra = length * INSIDE; the project's own `context_impact` computes CCI
+from them. `own` says how much a chunk attends to others at all, `pair` how much two chunks belong together. Both are
+hashes of (seed, keys): the same chunk in the same context always has the same statistics, in whatever order they are
+asked for.
 
-What a token's attention has left lies on the system prompt: `FIRST_TOKEN` of it on the first token, the rest on the
-other pieces, by d^-DECAY from the last one. So measured on Qwen2.5-Coder-0.5B, six passages of HotpotQA behind 1,450
-tokens of this documentation, mean of the layers that the server samples: 0.30 on the first token, 0.08 on the others,
-of this half on the last 30 %; 0.50 on the own chunk.
+The rest of a token's attention lies on the system prompt: `FIRST_TOKEN` of the rest on the first token, the remainder
+on the other pieces, by d^-DECAY from the last one. The model is a measurement on Qwen2.5-Coder-0.5B, six passages of
+HotpotQA behind 1,450 tokens of this documentation, mean of the layers that the server samples: 0.30 on the first
+token, 0.08 on the other pieces (half of that on the last 30 %), 0.50 on the own chunk.
 
 The constants put CCI between 0.5 and 0.9 for prompts of five chunks, as in the examples of Cache-Craft (figure 18: 0.4,
-0.5, 0.7, 0.8; equation 11 allows no 0.4). The papers print no distribution of it; `cci_quantiles` prints ours.
+0.5, 0.7, 0.8; equation 11 allows no 0.4). The papers print no distribution of CCI; `cci_quantiles` returns ours.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _NO_TOKENS: npt.NDArray[np.float32] = np.empty(0, dtype=np.float32)
 
 
 class SyntheticAttention:
-    """Statistics by (chunk, context); stateless but for what it remembers of its own hashes."""
+    """Statistics by (chunk, context); its only state is a cache of its hashes."""
 
     def __init__(self, seed: int) -> None:
         self._salt = seed.to_bytes(8, "little")
@@ -53,7 +53,7 @@ class SyntheticAttention:
         self._own = lru_cache(maxsize=1 << 16)(self._draw_own)
 
     def inter(self, key: bytes, length: int, context: Sequence[bytes]) -> npt.NDArray[np.float32]:
-        """Mass of the chunk's tokens on each context chunk, float32 `[num_context]`."""
+        """Attention mass of the chunk on each context chunk, float32 `[num_context]`."""
         own, num = OUTSIDE * self._own(key), len(context)
         shares = [own * self._pair(key, other) * (num - j) ** -DECAY for j, other in enumerate(context)]
         return np.array(shares, dtype=np.float32) * np.float32(length)
@@ -61,10 +61,10 @@ class SyntheticAttention:
     def statistics(
         self, key: bytes, length: int, context: Sequence[bytes], context_lens: Sequence[int], num_pieces: int = 0
     ) -> ChunkStatistics:
-        """What would be stored with the variant, but for the rankings of its tokens, which nobody asks for here.
+        """Statistics that would be stored with the variant, without rankings of its tokens, which are not used here.
 
         Args:
-            num_pieces: of the system prompt (`chunk_cache.index.system_prompt`); 0 = it is not looked at.
+            num_pieces: pieces of the system prompt (`chunk_cache.index.system_prompt`); 0 = it is ignored.
         """
         inter = self.inter(key, length, context)
         cci = context_impact(inter, context_lens, INSIDE * length, length)
@@ -72,7 +72,7 @@ class SyntheticAttention:
         return ChunkStatistics(_NO_TOKENS, _NO_TOKENS, inter=inter, cci=cci, system=system)
 
     def system(self, left: float, num_pieces: int) -> npt.NDArray[np.float32]:
-        """Shares of the pieces of a system prompt in the attention that is `left` to it, `[num_pieces]`."""
+        """Shares of the pieces of a system prompt in the attention that is `left` for it, `[num_pieces]`."""
         if num_pieces < 2:
             return np.full(num_pieces, left, dtype=np.float32)
         near = np.arange(num_pieces - 1, 0, -1, dtype=np.float32) ** -DECAY
@@ -88,14 +88,14 @@ class SyntheticAttention:
 
 
 def cci_quantiles(values: Sequence[float]) -> dict[str, float]:
-    """The `QUANTILES` of CCI by name ("p05", …); of no values, none."""
+    """The `QUANTILES` of CCI by name ("p05", …); empty without values."""
     if not values:
         return {}
     return {f"p{round(100 * q):02d}": float(v) for q, v in zip(QUANTILES, np.quantile(values, QUANTILES), strict=True)}
 
 
 def _normal(*parts: bytes) -> float:
-    """A standard normal number that depends on the bytes alone (Box and Muller 1958)."""
+    """A standard normal number that depends only on the bytes (Box and Muller 1958)."""
     word = int.from_bytes(hashlib.blake2b(b"".join(parts), digest_size=8).digest(), "little")
     first, second = ((word & 0xFFFFFFFF) + 1) * _UNIT, (word >> 32) * _UNIT
     return math.sqrt(-2.0 * math.log(first)) * math.cos(2.0 * math.pi * second)

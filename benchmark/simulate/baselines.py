@@ -1,16 +1,16 @@
-"""What other systems find in the same trace.
+"""Baselines: what other systems find in the same trace.
 
-    single_copies       an LRU store of one copy of each chunk and of nothing else
+    single_copies       an LRU store that holds one copy of each chunk and nothing else
 
-The prefix cache is no function of its own: `simulate` with ``reuse=False``. What brings more prompts to begin alike is
-a trace that `simulate` replays so, `ORDERS`:
+The prefix cache needs no function here: it is `simulate` with ``reuse=False``. `ORDERS` are functions that change a
+trace so that more of its prompts begin alike; `simulate` replays the changed trace:
 
     reordered      a client puts chunks into an order in which earlier prompts began (ContextPilot's idea)
-    by_frequency   chunks stand in the order of how often the whole trace has them, which nobody knows in advance
-    rebuilt        the whole prompt begins as an earlier one, system prompt and history too, found without marks
-                   (LMCache's idea)
-    as_sets        Set-Cache, a baseline of Cache-Craft (section 5.1), as `SetOrderer` says. Its answers are those of
-                   full reuse; all others are exact.
+    by_frequency   the chunks that the whole trace has most often stand first; no real system knows this in advance
+    rebuilt        the whole prompt, with system prompt and history, is put into the order in which an earlier one
+                   began, without marks (LMCache's idea)
+    as_sets        Set-Cache, a baseline of Cache-Craft (section 5.1): see `SetOrderer`. It answers as full reuse does;
+                   the answers of all others are exact.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from benchmark.simulate.trace import Request, Trace
 
 
 def single_copies(trace: Trace, size: int) -> float:
-    """Share of the tokens of chunks that an LRU store of `size` tokens holds when they are asked for."""
+    """Share of the tokens of chunks that an LRU store of `size` tokens holds when a request brings them."""
     store: OrderedDict[int, int] = OrderedDict()
     num_stored = num_found = num_asked = 0
     for request in trace.requests:
@@ -84,7 +84,7 @@ def rebuilt(trace: Trace, pool_tokens: int) -> Trace:
 
 
 def as_sets(trace: Trace, pool_tokens: int) -> Trace:
-    """See the head of this file: the prompts whose exact prefixes are what Set-Cache finds."""
+    """See the head of this file; the exact prefix of each new prompt is what Set-Cache would find."""
     orderer: SetOrderer[int] = SetOrderer()
 
     def look_up(request: Request) -> Request:
@@ -97,7 +97,7 @@ def as_sets(trace: Trace, pool_tokens: int) -> Trace:
 ORDERS: Mapping[str, Callable[[Trace, int], Trace]] = MappingProxyType(
     {"reorder": reordered, "frequency order": by_frequency, "rebuilt": rebuilt, "set-cache": as_sets}
 )
-"""Traces that begin alike more often, by the name in tables; each takes the tokens that the prefix cache holds."""
+"""Functions that change a trace, by their name in tables; the second argument: tokens that the prefix cache holds."""
 
 
 def _with_chunks(request: Request, chunks: Iterable[int]) -> Request:

@@ -14,7 +14,7 @@ from benchmark.simulate.tally import Outcome
 from benchmark.simulate.trace import Trace
 
 MakeTrace = Callable[[int], Trace]
-"""The trace of a seed."""
+"""Returns the trace of a seed."""
 WARM_UP = 0.1
 """Share of the requests, from the first on, that are not counted."""
 
@@ -25,12 +25,12 @@ POLICY_SETTINGS: Mapping[str, Mapping[str, object]] = {
     "frequency-reuse": {"policy": "frequency-reuse"},
     "prefix cache": {"policy": "lru", "reuse": False},
 }
-"""What can be compared, by the label in tables."""
+"""Settings of each policy that can be compared, by its label in tables."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One replay."""
+    """The outcome of one replay."""
 
     seed: int
     size: float
@@ -42,7 +42,7 @@ class Cell:
         return round(WARM_UP * len(self.outcome.per_request))
 
     def rate(self, name: str) -> float:
-        """A property of the `Tally` behind the warm-up."""
+        """The property `name` of the `Tally` over the requests after the warm-up."""
         value: float = getattr(self.outcome.tally(self.first), name)
         return value
 
@@ -60,7 +60,7 @@ class Cells:
         return statistics.fmean(cell.rate(name) for cell in self.of(label, size))
 
     def gains(self, label: str, other: str, size: float, name: str) -> list[float]:
-        """Per seed: how much lower than that of `other` a rate is, as a share of it."""
+        """For each seed: how much lower a rate of `label` is than the rate of `other`, as a share of the latter."""
         pairs = zip(self.of(label, size), self.of(other, size), strict=True)
         return [1.0 - one.rate(name) / two.rate(name) for one, two in pairs]
 
@@ -77,9 +77,9 @@ def compare_policies(
     intro: Sequence[str] = (),
 ) -> Report:
     """Args:
-    base: settings of all replays but for policy and pool.
-    pool_shares: KV memory in shares of one copy of every chunk that the trace brings.
-    labels: of `POLICY_SETTINGS`.
+    base: settings of all replays, except policy and pool.
+    pool_shares: sizes of the KV memory, as shares of one copy of every chunk in the trace.
+    labels: keys of `POLICY_SETTINGS`.
     """
     cells = []
     for seed in seeds:

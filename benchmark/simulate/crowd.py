@@ -1,16 +1,17 @@
-"""Crowd: many requests at once over one server, in seconds: what running requests cost in tokens of the pool.
+"""Crowd: many requests at once on one server, with a simulated clock: how much of the pool running requests hold.
 
     Crowd(trace, settings, Load(num_clients=16)).run() -> numbers by name
     crowd_report(...) -> Report
 
-Scheduled as by SGLang and `host.prefill_adder` at defaults: prefill before decoding, `STEP_LEN` rows a step, first come
-first served; a request is admitted where its new tokens and `MAX_NEW` of output fit beside what the running ones hold
-and may still decode, and leave the room of reused chunks. A request that reuses has its chunks to itself; an exact one
-shares its prompt with the tree. Where decoding finds no room, the request with the shortest output is retracted.
+Scheduling follows SGLang and `host.prefill_adder` at their defaults: prefill before decoding, `STEP_LEN` rows a step,
+first come first served. A request is admitted if its new tokens and `MAX_NEW` of output fit beside what the running
+requests hold and may still decode, and leave the room kept for reused chunks. A request that reuses has private copies;
+an exact one shares its prompt with the tree. If decoding finds no room, the request with the shortest output is
+retracted.
 
-*pool tokens each*: tokens that running requests keep from eviction, for each of them. *no room*, *kept room*: share of
-the requests that were once refused, for want of tokens or for the sake of reused chunks. *waiting*: seconds until
-admission. *hit rate*: of the tokens of chunks. *tokens computed*: for each request.
+*pool tokens each*: tokens that running requests keep from eviction, per running request. *no room*, *kept room*: share
+of the requests that were refused at least once because tokens were short, or to keep room for reused chunks. *waiting*:
+seconds until admission. *hit rate*: of the tokens of chunks. *tokens computed*: per request.
 """
 
 from __future__ import annotations
@@ -35,19 +36,19 @@ from benchmark.simulate.trace import Request, Trace
 from chunk_cache.tiers.cost import PrefillRecord
 
 PREFILL = PrefillRecord(0.033, 1.34e-5, 8.3e-10)
-"""Fitted to stock, full-reuse and epic in benchmark/results/gpu/long.md (8B, H100); none of the twelve is off by more
-than 27 %, nine by at most 12 %."""
+"""Fitted to the twelve measurements of stock, full-reuse and epic in benchmark/results/gpu/long.md (8B, H100): all are
+within 27 %, nine within 12 %."""
 DECODE = PrefillRecord(0.0064, 0.0, 5.2e-8)
-"""16 GB of weights and 131,072 bytes for each token of KV at 2.5 TB/s: arithmetic."""
+"""Computed, not measured: 16 GB of weights and 131,072 bytes for each token of KV at 2.5 TB/s."""
 STEP_LEN, MIN_NEW, MAX_NEW = 8192, 32, 256
 RATIO_FIRST, RATIO_LEAST, RATIO_DECAY = 0.7, 0.098, 0.602 / 600
-"""Share of the output still allowed that SGLang expects; it falls with each step of decoding."""
+"""Share of the remaining output limit that SGLang expects to be used; it falls with each step of decoding."""
 RETRACT_STEPS = 20
 
 
 @dataclass(frozen=True)
 class Load:
-    """Either clients that ask again when they have their answer, or requests at times drawn as of a Poisson process."""
+    """Either clients that each ask again after an answer, or requests that arrive as a Poisson process."""
 
     num_clients: int = 0
     per_s: float = 0.0
@@ -58,7 +59,7 @@ class Load:
 
 @dataclass(slots=True)
 class Job:
-    """A request that waits, or runs; seconds are of the simulated clock."""
+    """A request that waits or runs; times are seconds of the simulated clock."""
 
     request: Request
     layout: Layout
@@ -70,7 +71,7 @@ class Job:
     num_rows: int = 0
     num_out: int = 0
     obstacles: set[str] = field(default_factory=set)
-    """Why it was not admitted at some time: "room", or "kept" for reused chunks."""
+    """Why it was ever refused: "room" (no room), "kept" (room kept for reused chunks)."""
     running: Running | None = None
 
 
@@ -92,12 +93,12 @@ class Crowd:
         self.now = 0.0
         self._counts: list[Counts] = []
         self.num_retracted = 0
-        self._areas = np.zeros(2)  # running requests and the tokens that they hold, times seconds
+        self._areas = np.zeros(2)  # integrals over time: running requests, tokens that they hold
         self._expected = RATIO_FIRST
         draw = np.random.default_rng(settings.seed)
         lens = draw.integers(MIN_NEW, MAX_NEW + 1, len(trace.requests)).tolist()
         self._next = iter(zip(trace.requests, lens, strict=True))
-        self._num_last = len(trace.requests) - 2 * load.num_clients  # from then on clients might be missing
+        self._num_last = len(trace.requests) - 2 * load.num_clients  # after these, clients may find no request left
         self.waiting = deque(self._ask(0.0) for _ in range(load.num_clients))
         gaps = draw.exponential(1 / load.per_s, len(trace.requests)) if load.per_s else np.zeros(0)
         self._arrivals = deque(np.cumsum(gaps).tolist())
@@ -134,7 +135,7 @@ class Crowd:
         return Job(request, layout, output_len, asked_s)
 
     def _obstacle(self, job: Job) -> str | None:
-        """Why a request cannot run now."""
+        """Why a request cannot run now; None if it can."""
         prefix = self.pool.match(job.layout.labels, job.layout.owner)
         num_tokens = job.layout.length - sum(node.length for node in prefix) + MAX_NEW
         self.pool.lock(prefix[-1:])
@@ -148,7 +149,7 @@ class Crowd:
         return "kept" if takes else None
 
     def _prefill(self) -> bool:
-        """One step over prompts; False where there is nothing to compute."""
+        """Runs one prefill step; False if there was nothing to compute."""
         left, seconds = STEP_LEN, PREFILL.s_per_pass
         jobs = [job for job in self.running if job.rows_left]
         while self.waiting and sum(job.rows_left for job in jobs) < STEP_LEN:
@@ -177,7 +178,7 @@ class Crowd:
         return bool(jobs)
 
     def _decode(self) -> None:
-        """Steps until one request ends, the pool is full, or one arrives that need not wait for others."""
+        """Decodes until a request ends, the pool is full, or (if none waits) the next request arrives."""
         if not self.running:
             self._pass_time(self._arrivals[0] - self.now)
             return
@@ -194,7 +195,7 @@ class Crowd:
         self._generate(list(self.running), num_steps)
 
     def _generate(self, jobs: Sequence[Job], num_steps: int) -> None:
-        """So many tokens more of each."""
+        """Adds `num_steps` tokens to the output of each job."""
         for job in jobs:
             assert job.running is not None
             job.num_out += num_steps
@@ -234,8 +235,8 @@ def crowd_report(
     shares: Sequence[float],
     seeds: Sequence[int],
 ) -> Report:
-    """The page; all systems are compared with the first of `shares`, which are values of `keep_share`."""
-    found: dict[tuple[int, Load, str], list[dict[str, float]]] = {}  # one for each seed
+    """The page; `shares` are values of `keep_share`, and all systems are compared with the first of them."""
+    found: dict[tuple[int, Load, str], list[dict[str, float]]] = {}  # one dict for each seed
     rows: list[Row] = []
     for seed, pool_tokens in product(seeds, pools):
         trace, base = make_trace(seed), Settings(pool_tokens, alpha=None, seed=seed)

@@ -1,17 +1,17 @@
-"""Engine: replays a trace through the project's own index, planner and reusability functions; no model, no KV.
+"""Engine: replays a trace through the project's own index, planner and reusability functions, without model or KV.
 
     simulate(trace, settings) -> Outcome
 
 One request at a time, as the server handles it (`sglang_chunk_cache.host.radix_cache`): match the exact prefix; look up
-every chunk behind it with its new context; `make_plan`; make room; count the uses. Then remember: the chunks of a
-prompt that brought nothing in are spans of its path, exact; of a fused prompt
+every chunk behind it with its new context; `make_plan`; make room; count the uses. Then it remembers chunks. If the
+prompt reused none, its chunks are stored as exact spans of its path. From a fused prompt it stores
 
-    remember "misses"     those that it had to compute become nodes of their own, derived
-    remember "contexts"   also those that it brought in and fixed, as variants of their new context (Cache-Craft 3.3)
+    remember "misses"     the chunks that were computed in full, as nodes of their own, of kind derived
+    remember "contexts"   also the chunks that were reused and fixed, as variants of their new context (Cache-Craft 3.3)
 
-and popular variants of cold paths are promoted. What is modelled instead of run: the KV memory (`store`), the attention
-statistics (`attention`), and time, of which there is none: requests follow each other, so a chunk is known as soon as
-the request that computed it is over.
+and promotes popular variants of cold paths. The KV memory (`store`) and the attention statistics (`attention`) are
+models. `simulate` has no clock: requests follow each other, so a chunk is known as soon as the request that computed
+it is over.
 """
 
 from __future__ import annotations
@@ -46,18 +46,18 @@ from chunk_cache.types import Status
 METHOD = "cache-craft"
 
 Observe: TypeAlias = Callable[[ChunkPrompt, Sequence[tuple[ChunkPlan, Variant]]], None]
-"""Told of every prompt and of the variants that are brought in for it."""
+"""Called for every prompt, with the variants that it reuses."""
 
 
 def simulate(trace: Trace, settings: Settings, *, check_every: int = 0, observe: Observe | None = None) -> Outcome:
-    """Replay a trace.
+    """Replays a trace.
 
     Args:
-        observe: told of what each request brings in.
-        check_every: recompute index and pool from scratch after so many requests (slow; for tests). 0 = never.
+        observe: called with what each request reuses.
+        check_every: check index and pool against a recount every so many requests (slow; for tests). 0 = never.
 
     Raises:
-        SettingsError: the memory is smaller than the longest of what it holds.
+        SettingsError: the memory is smaller than the longest prompt, or chunk, that it must hold.
     """
     needed = trace.max_prompt_len if settings.holds == "prompts" else max(trace.lengths, default=1)
     if settings.pool_tokens < needed:
@@ -96,7 +96,7 @@ class Replay:
     pool: Pool = field(init=False)
     attention: SyntheticAttention = field(init=False)
     keys: Sequence[bytes] = ()
-    """Of the trace's chunks, where replicas share them; else they are made here."""
+    """Keys of the trace's chunks; computed here if not given."""
 
     def __post_init__(self) -> None:
         settings = self.settings
@@ -134,7 +134,11 @@ class Replay:
         return self.end(running)
 
     def begin(self, request: Request, layout: Layout, num_generated: int = 0) -> Running:
-        """Room for a request, with what it has generated if it was retracted, and what it brings in."""
+        """Plans a request, makes room for it and counts what it reuses.
+
+        Args:
+            num_generated: tokens that it had generated before it was retracted.
+        """
         prefix = self.pool.match(layout.labels, layout.owner) if self._holds_prompts else []
         prefix_len = sum(node.length for node in prefix)
         self.pool.lock(prefix[-1:])
@@ -166,7 +170,7 @@ class Replay:
         return Running(request, layout, plan, prefix[-1:], num_private)
 
     def note_computed(self, running: Running) -> None:
-        """A prompt was computed: from now on an exact one is in the tree, locked as long as its request runs."""
+        """Called when a prompt was computed: puts an exact one into the tree, locked while its request runs."""
         if running.plan.num_reused or not self._holds_prompts:
             return
         num_others = self.pool.num_reserved - running.num_private
@@ -174,10 +178,10 @@ class Replay:
         self.pool.lock(nodes[-1:])
         self.pool.unlock(running.locked)
         running.locked, running.num_private = nodes[-1:], running.plan.prompt_len - running.layout.length
-        self.pool.release(num_others + running.num_private)  # another may have put a part into the tree meanwhile
+        self.pool.release(num_others + running.num_private)  # part of it may have been in the tree already
 
     def end(self, running: Running) -> Counts:
-        """What a request leaves behind; returns `[len(FIELDS)]`."""
+        """Ends a request and stores what is kept of it; returns `[len(FIELDS)]`."""
         request, layout, plan = running.request, running.layout, running.plan
         num_others = self.pool.num_reserved - running.num_private
         if plan.num_reused:
@@ -217,7 +221,7 @@ class Replay:
         )
 
     def _statistics(self, prompt: ChunkPrompt, chunk: int) -> ChunkStatistics:
-        """What would be taken of a chunk of a prompt where it is computed."""
+        """Statistics that the server would take of a chunk when it computes it in this prompt."""
         context_lens = [prompt.length(i) for i in range(chunk)]
         num_pieces = len(piece_starts(prompt.options.spans[0][0])) if prompt.system else 0
         context = prompt.context(chunk)
@@ -229,7 +233,7 @@ class Replay:
         return node
 
     def _remember_exact(self, layout: Layout, plan: RecomputePlan) -> list[Node]:
-        """Returns its nodes; no two questions are alike."""
+        """Stores an exact prompt and returns its nodes; its question is taken as unlike any other."""
         self.num_paths += 1
         nodes = self.pool.add_path([*layout.labels, SYSTEM - self.num_paths], layout.part_lens, layout.owner)
         spans = layout.prompt.options.spans
@@ -263,7 +267,7 @@ class Replay:
     def _keep(self, layout: Layout, keep: Keep, home: Home, node: Node) -> None:
         prompt, i = layout.prompt, keep.chunk
         statistics = None
-        if keep.fixed is None:  # of one that was fixed the server has none that are new
+        if keep.fixed is None:  # the server takes no new statistics of a fixed chunk
             statistics = self._statistics(prompt, i)
             self.cci.append(statistics.cci)
         variant = self.manager.complete(prompt, keep, home, statistics)
@@ -297,15 +301,15 @@ class Replay:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """One request laid out: system prompt, chunks and what stands between them, question."""
+    """The parts of a request's prompt: system prompt, chunks and what stands between them, question."""
 
     prompt: ChunkPrompt
     labels: tuple[int, ...]
-    """Of the parts in the pool; all but the question."""
+    """Labels in the pool of all parts except the question."""
     part_lens: tuple[int, ...]
-    """Tokens of each of them, and of the question."""
+    """Tokens of each part; the last is the question."""
     places: tuple[int, ...]
-    """Which of them the chunks are."""
+    """Indices of the parts that are chunks."""
     partition: Partition
 
     @classmethod
@@ -329,7 +333,7 @@ class Layout:
         return self.partition.key
 
     def home(self, length: int) -> NodeHome:
-        """A new one for a chunk of this prompt."""
+        """A new home for a chunk of this prompt."""
         return NodeHome(_tokens(length), "", partition=self.partition)
 
     @property
@@ -339,20 +343,20 @@ class Layout:
 
 @dataclass(slots=True)
 class Running:
-    """A request that has room."""
+    """A request that was admitted."""
 
     request: Request
     layout: Layout
     plan: RecomputePlan
     locked: Sequence[Node]
-    """The last node of what it shares with the tree."""
+    """The last node that it shares with the tree, if any."""
     num_private: int
-    """Tokens of the pool that are its own, in no node."""
+    """Its private tokens of the pool, which are in no node."""
 
 
 @lru_cache(maxsize=1 << 12)
 def _marks(labels: tuple[int, ...], lengths: tuple[int, ...]) -> bytes:
-    """Marks of a system prompt that is made of these blocks: two are alike as far as their blocks are."""
+    """Marks of a system prompt that is made of these blocks; prompts with equal first blocks have equal first marks."""
     return marks_of(array("q", [label for label, length in zip(labels, lengths, strict=True) for _ in range(length)]))
 
 
@@ -367,5 +371,5 @@ def _is_in_full(chunk: ChunkPlan) -> bool:
 
 @lru_cache(maxsize=1 << 12)
 def _tokens(length: int) -> array[int]:
-    """Stands for a prompt's tokens: the index asks for nothing but their number."""
+    """Stands for a prompt's tokens: the index only asks for their number."""
     return array("b", bytes(length))

@@ -1,4 +1,4 @@
-"""Fleet: several replicas behind a gateway, each with its own index and pool; which policy sends what where.
+"""Fleet: several replicas behind a gateway, each with its own index and pool, under different routing policies.
 
     route(trace, num_replicas, policy, settings) -> Routed
     fleet_report(trace, numbers, pool_tokens) -> Report
@@ -6,14 +6,14 @@
 Policies, as SGLang's gateway has them (docs/fleet.md):
 
     random, round robin
-    cache-aware   the replica to which the longest beginning of the prompt was sent before, where that is at least 0.3
-                  of the prompt; else the one that got the fewest tokens
-    session       consistent hashing of a header that names the session
-    passages      consistent hashing of `chunk_cache_tools.routing.routing_key`: nothing is known of the replicas; at
-                  random without passages
-    held          the replica that holds most tokens of the prompt's passages, as an index of events would tell; one
-                  that got more than `MAX_SHARE` of the mean of the latest requests is passed over
-    held, prefix  the same; what was sent there before of the prompt's beginning counts too
+    cache-aware   the replica that was sent the longest beginning of this prompt before, if that is at least 0.3 of
+                  the prompt; else the replica that got the fewest tokens
+    session       a hash of the session chooses the replica
+    passages      a hash of `chunk_cache_tools.routing.routing_key` chooses it, whatever the replicas hold; a prompt
+                  without passages goes to a random replica
+    held          the replica that holds most tokens of the prompt's passages, as an index of events would tell; a
+                  replica that got more than `MAX_SHARE` times the mean of the latest requests is passed over
+    held, prefix  as held, plus the tokens of the prompt's beginning that were sent to the replica before
 
 Time is not modelled: requests follow each other, so load is what was sent, and an event is known at once.
 """
@@ -41,19 +41,19 @@ NUMBERS = (1, 2, 4, 8)
 POOL_TOKENS = 100_000
 RATIO = 0.15
 MATCH_SHARE = 0.3
-"""Of the prompt, from which on the prefix decides; the gateway's `--cache-threshold`."""
+"""Least share of the prompt at which the prefix decides; the gateway's `--cache-threshold`."""
 MAX_SHARE = 1.25
 WINDOW = 32
-"""Latest requests of which a replica's share is taken, for each replica."""
+"""Latest requests that `is_busy` counts, per replica."""
 
 
 @dataclass(frozen=True)
 class Routed:
-    """What became of a trace.
+    """Where the requests of a trace went.
 
     Attributes:
         choices: the replica of each request.
-        tallies: of each replica.
+        tallies: the tally of each replica.
     """
 
     choices: tuple[int, ...]
@@ -65,15 +65,15 @@ class Routed:
 
     @property
     def busiest(self) -> float:
-        """Rows of the busiest replica, in means of all."""
+        """Rows of the busiest replica, divided by the mean over all replicas."""
         rows = [tally.computed_tokens + tally.recomputed_tokens for tally in self.tallies]
         return max(rows) * len(rows) / sum(rows)
 
 
 class Sent:
-    """What a gateway knows: what it sent to each replica.
+    """What a gateway sent to each replica, which is all that it knows.
 
-    Verbs: `note` a request, `matched` (tokens of a prompt's beginning that were sent there before), `is_busy`.
+    `note` a request; `matched`: tokens of a prompt's beginning that were sent there before; `is_busy`: see "held".
     """
 
     def __init__(self, trace: Trace, num_replicas: int) -> None:
@@ -180,7 +180,7 @@ def _hashed(key: str, num: int) -> int:
 
 
 def held_tokens(replica: Replay, request: Request) -> int:
-    """Tokens of a request's passages that a replica has, in any variant."""
+    """Tokens of a request's passages that a replica holds, in any variant."""
     found = 0
     for chunk in set(request.chunks):
         variants = replica.manager.index.variants_of(replica.keys[chunk])

@@ -3,9 +3,9 @@
     {"chunks": [{"id": "manual/3", "length": 512}, {"id": "faq/1", "length": 80}], "question_len": 40, "session": 7}
     {"chunks": [{"id": "faq/1"}, {"text": "The warranty covers two years."}]}
 
-A chunk has an `id`, or a `text` that is its own id. Its tokens are `length`; where a text has none, its characters
-divided by `chars_per_token`, rounded up; where an id appeared before, what was said then. `question_len` and `session`
-may be left out. `read_jsonl` reads such a file, `write_jsonl` writes one.
+A chunk has an `id`, or a `text` that is its own id. `length` is its number of tokens. Without `length`, a chunk that
+appeared before has its earlier length, and a new text has its characters divided by `chars_per_token`, rounded up.
+`question_len` and `session` may be left out. `read_jsonl` reads such a file, `write_jsonl` writes one.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ CHUNK_KEYS = ("id", "text", "length")
 
 
 def read_jsonl(path: Path, *, system_len: int, chars_per_token: float = 4.0) -> Trace:
-    """The requests of a file; empty lines are passed over.
+    """The requests of a file; empty lines are skipped.
 
     Raises:
-        TraceError: not such a file; the message says file, line, field and remedy.
+        TraceError: the file does not have this format; the message says file, line, field and remedy.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -47,7 +47,7 @@ def read_jsonl(path: Path, *, system_len: int, chars_per_token: float = 4.0) -> 
 
 
 def write_jsonl(trace: Trace, path: Path) -> None:
-    """The requests of a trace; chunks that are computed in advance are left out."""
+    """Writes the requests of a trace; text that is not marked, and tenants, are left out."""
     lines = []
     for request in trace.requests:
         chunks = [{"id": chunk, "length": trace.lengths[chunk]} for chunk in request.chunks]

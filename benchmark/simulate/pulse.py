@@ -1,9 +1,9 @@
-"""RAGPulse as a trace of the simulator: passages are marked, everything else of a prompt is text in front or behind.
+"""RAGPulse as a trace of the simulator: passages are marked chunks, everything else is text in front or behind.
 
-    system | passages | history | web          and a question that comes once: what the user wrote, and the template's
+    system | passages | history | web | question          the question: what the user wrote, and the template's tokens
 
-`num_behind` says how many of the system prompt's blocks, the last ones, stand behind the passages instead: nearly every
-request has a last one of its own, and a prefix cache finds nothing behind it.
+`num_behind`: how many of the last blocks of the system prompt are moved behind the passages. In nearly every request
+the last block is unique, and a prefix cache finds nothing behind a unique block.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from benchmark.simulate.trace import Request, Trace
 
 
 def trace_of_pulse(pulse: RagPulse, num_behind: int = 0, marks_all: bool = False) -> Trace:
-    """The requests with their lengths as given; equal ids are equal numbers.
+    """The requests of RAGPulse, with its lengths; equal ids become equal numbers.
 
     Args:
-        marks_all: history and web results are marked like passages.
+        marks_all: mark history and web results like passages.
     """
     numbers: dict[int, int] = {}
 

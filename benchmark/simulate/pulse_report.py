@@ -20,7 +20,7 @@ SIZES = (20_000, 50_000, 100_000, 200_000, 400_000)
 WEEK_HITS: Mapping[int, float] = MappingProxyType(
     {20_000: 0.26, 50_000: 0.40, 100_000: 0.55, 200_000: 0.71, 400_000: 0.85}
 )
-"""What an LRU store hits in all 7,106 requests of RAGPulse's week, of which the first 4,000 are public here."""
+"""Hit rates of an LRU store over all 7,106 requests of RAGPulse's week, of which the first 4,000 are public here."""
 UNBOUNDED = 10**9
 AGEINGS = (30.0, 10.0, 3.0, 1.0, 0.0)
 LAYOUTS: Mapping[int, str] = MappingProxyType(
@@ -42,7 +42,7 @@ POLICIES = (
 
 
 class _Replays:
-    """Every replay of a trace under some settings, once; `rows` is the CSV."""
+    """Runs each replay of a trace under some settings once; `rows` are the lines of the CSV."""
 
     def __init__(self) -> None:
         self.rows: list[Row] = []
@@ -58,7 +58,7 @@ class _Replays:
 
 
 def pulse_report(pulse: RagPulse, sizes: Sequence[int] = SIZES) -> Report:
-    """All tables; about four minutes for 4,000 requests."""
+    """The page with all tables; takes about four minutes for 4,000 requests."""
     replays = _Replays()
     trace = trace_of_pulse(pulse)
     text = [

@@ -1,4 +1,4 @@
-"""Reports: `row_of` makes one line of the table, `write_report` the CSV and the page of a report."""
+"""Reports: `row_of` makes one line of the CSV, `write_report` writes the CSV and the page of a report."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ Row = Mapping[str, object]
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What was found."""
+    """The result of one study."""
 
     name: str
     title: str
     rows: Sequence[Row]
-    """Of the CSV; all have the same columns."""
+    """Lines of the CSV; all have the same columns."""
     text: Sequence[str]
-    """Lines of Markdown between the title and where the numbers come from."""
+    """Lines of Markdown, behind the title and the origin of the numbers."""
 
 
 def label_of(settings: Settings) -> str:
-    """How tables name a policy."""
+    """The name of a policy in tables."""
     if not settings.reuse:
         return "prefix cache"
     if settings.policy != "frequency-reuse" or settings.ageing == AGEING:
@@ -37,7 +37,7 @@ def label_of(settings: Settings) -> str:
 
 
 def row_of(outcome: Outcome, *, seed: int, first: int = 0, pool_share: float | None = None) -> dict[str, object]:
-    """One line of the CSV; rates over requests from `first` on, sizes at the end."""
+    """One line of the CSV: rates over the requests from `first` on, sizes at the end of the replay."""
     settings, tally = outcome.settings, outcome.tally(first)
     return {
         "trace": outcome.trace,

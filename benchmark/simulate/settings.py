@@ -1,4 +1,4 @@
-"""Settings: the simulated server, checked once and never changed."""
+"""Settings of the simulated server: checked when made, never changed."""
 
 from __future__ import annotations
 
@@ -14,41 +14,41 @@ _SERVER = Config()
 
 
 class SettingsError(ValueError):
-    """A user's mistake about the simulated server: which setting, what is wrong, what to do."""
+    """A setting that cannot be used; the message says which, what is wrong, and what to do."""
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The simulated server; names and defaults of `--chunk-cache-config` where it has them."""
+    """Settings of the simulated server, with the names and defaults of `--chunk-cache-config` where it has them."""
 
     pool_tokens: int
-    """KV memory, of everything cached and the running request."""
+    """Size of the KV memory, for everything cached and the running request."""
     policy: str = "lru"
-    """One of `POLICIES`: the pool's; the index follows where it can (`index_eviction`)."""
+    """Eviction policy of the pool, one of `POLICIES`; `config` says which one the index has."""
     max_variants: int = _SERVER.max_variants
     max_variants_per_chunk: int = _SERVER.max_variants_per_chunk
     max_path_tokens: int = _SERVER.max_path_tokens
     max_generation: int = _SERVER.max_generation
     alpha: float | None = 1.0
-    """None: `ratio` of every reused chunk instead."""
+    """None: recompute `ratio` of every reused chunk instead."""
     ratio: float = 0.15
     max_cfo: float | None = _SERVER.max_cfo
     reuse: bool = True
-    """False: only exact prefixes, as stock SGLang does (every request has mode off)."""
+    """False: reuse only exact prefixes, as stock SGLang does (every request has mode off)."""
     holds: str = "prompts"
-    """What lies in the KV memory, one of `HOLDS`: `prompts`: all that a server's KV pool holds, and the running
-    request; `chunks`: chunks alone, beside that pool, as in a tier."""
+    """What lies in the KV memory: `prompts`: all that a server's KV pool holds, and the running request; `chunks`:
+    only chunks, as in a tier beside that pool."""
     remember: str = _SERVER.remember
     counts_system: bool = True
-    """False: what stands in front of the first chunk is no context, and its share is not in a CFO."""
+    """False: text in front of the first chunk is not counted as context, and has no share in a CFO."""
     keep_share: float = _SERVER.keep_share
     partition_share: float = _SERVER.partition_share
-    """Of index and KV memory that one tenant may have."""
+    """Share of the index and of the KV memory that one tenant may have."""
     promote_uses: int = _SERVER.promote_uses
     ageing: float = _SERVER.ageing
-    """Of frequency-reuse: by how much the index ages when the memory has been turned over once."""
+    """With frequency-reuse: by how much the index ages when as many tokens as the memory holds were evicted."""
     seed: int = 0
-    """Of the synthetic attention."""
+    """Seed of the synthetic attention."""
 
     def __post_init__(self) -> None:
         for name, known in (("policy", POLICIES), ("remember", REMEMBER), ("holds", HOLDS)):
@@ -70,7 +70,7 @@ class Settings:
 
     @property
     def config(self) -> Config:
-        """The server's; its index knows two orders: under lfu and fifo, which order the pool alone, it is lru."""
+        """The server's configuration; its index knows only lru and frequency-reuse: with lfu and fifo it uses lru."""
         return Config(
             max_variants=self.max_variants,
             max_variants_per_chunk=self.max_variants_per_chunk,

@@ -133,7 +133,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class _TraceMaker:
-    """The trace of a seed; a file is the same for all."""
+    """Returns the trace of a seed; a trace from a file is the same for all seeds."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self._file: Trace | None = None
@@ -253,7 +253,7 @@ def _run_crowd(args: argparse.Namespace) -> None:
 
 
 def _origin() -> list[str]:
-    """Lines that say with what the numbers are made; asked for before, so that the load is not our own."""
+    """Lines that say how the numbers are made; called before the run, so that its load is not in the load average."""
     from benchmark.common.results import describe_run, run_markdown
 
     return run_markdown(describe_run())

@@ -1,19 +1,18 @@
 """Pool: the KV memory of the simulated server, as a tree of chunks with a bounded number of tokens.
 
     match       the nodes of a prompt's exact prefix
-    reserve     room for the running request; evicts leaves by policy, never one that is locked
-    add_path    what an exact prompt leaves: its chunks behind each other, shared with other prompts
-    add_own     a chunk that a fused request computed: a node of its own
-    use, use_prefix   a variant was brought in from a node; a prompt began with these nodes
+    reserve     makes room for a running request; evicts leaves by policy, never locked ones
+    add_path    stores an exact prompt: a chain of nodes that other prompts can share
+    add_own     stores a chunk that a fused request computed, in a node of its own
+    use, use_prefix   count that a variant was reused from a node; that a prompt began with these nodes
 
-It stands for SGLang's radix tree with one node per chunk, and for the two homes of a variant
-(`chunk_cache.index.variant`). A node goes only when nothing stands behind it.
-Partitions (tenants) share no node; those above their share give way
-first, by policy, until they are not. Not modelled: pages, splits inside a chunk, tokens of answers in the tree.
+The pool models SGLang's radix tree with one node per chunk, and the two homes of a variant
+(`chunk_cache.index.variant`). Only leaves are evicted. Partitions (tenants) share no node; leaves of partitions above
+their share are evicted first. Not modelled: pages, splits inside a chunk, tokens of answers in the tree.
 
-Policies: `lru` the least recently used leaf goes; `fifo` the oldest; `lfu` the least often used; `frequency-reuse` the
-one of least worth, as the server's priorities do: a new node has the index's age, and a use lifts the node, and those
-in front of it, to the worth of its variant (`chunk_cache.index.victims`). Ties go by last use.
+Policies evict the leaf that is: `lru` least recently used; `fifo` oldest; `lfu` least often used; `frequency-reuse` of
+least worth, like the server's priorities: a new node is worth the index's age, and a use raises the node, and those in
+front of it, to the worth of its variant (`chunk_cache.index.victims`). Of equals, the least recently used is evicted.
 """
 
 from __future__ import annotations
@@ -29,10 +28,10 @@ from chunk_cache.keys import DEFAULT_PARTITION
 
 POLICIES = ("lru", "lfu", "fifo", "frequency-reuse")
 SYSTEM = -1
-"""The label of the system prompt; chunks are numbered from 0, everything else has a label below."""
+"""Label of the system prompt; chunks are numbered from 0, labels below -1 are for everything else."""
 
 Score: TypeAlias = tuple[float, int]
-"""The lowest goes first."""
+"""The node with the lowest is evicted first."""
 
 
 class Node:
@@ -66,15 +65,15 @@ class Node:
         self.is_stored = True
         self.variant: Variant | None = None
         self.worth = 0
-        """The server's eviction priority: whole numbers, and it never falls."""
+        """The eviction priority, as on the server: an integer that never falls."""
         self.ticket = 0
-        """Of its entry in the pool's queue; those with other tickets no longer count."""
+        """Ticket of its valid entry in the pool's queue; entries with other tickets are ignored."""
 
     def __repr__(self) -> str:
         return f"Node({self.label}, {self.length} tokens, {self.num_uses} uses)"
 
     def behind(self) -> Iterator[Node]:
-        """The node and those in front of it, the root left out."""
+        """The node and those in front of it, without the root."""
         node = self
         while node.parent is not None:
             yield node
@@ -85,11 +84,11 @@ class Pool:
     """See the head of this file.
 
     Args:
-        capacity: tokens, of cached nodes and of running requests together.
+        capacity: tokens of cached nodes and running requests together.
         policy: one of `POLICIES`.
-        share: of the capacity that one partition may have when room is needed; 1 = any.
-        age: what a new node is worth, of `frequency-reuse` only.
-        on_evicted: told how many tokens were evicted just now.
+        share: share of the capacity that one partition may keep when room is needed; 1 = all.
+        age: what a new node is worth; only `frequency-reuse` compares it.
+        on_evicted: called with the number of tokens just evicted.
     """
 
     def __init__(
@@ -107,11 +106,11 @@ class Pool:
         self.capacity = capacity
         self.policy = policy
         self.num_stored = 0
-        """Tokens of nodes."""
+        """Tokens in nodes."""
         self.num_reserved = 0
         """Tokens of running requests that are in no node."""
         self.num_locked = 0
-        """Tokens of nodes that are locked."""
+        """Tokens in locked nodes."""
         self.num_evicted = 0
         self.version = 0
         """A number that changes whenever an answer of `resolve` may have changed."""
@@ -143,14 +142,14 @@ class Pool:
         return self._nodes.get(variant.variant_id)
 
     def resolve(self, variant: Variant) -> int:
-        """The index's question: how many leading tokens are stored."""
+        """How many leading tokens of a variant are stored; the index asks this."""
         return variant.length if variant.variant_id in self._nodes else 0
 
     def use(self, node: Node, worth: float = 0.0) -> None:
-        """A variant was brought in from here: what it stands behind is lifted too, but was not used itself.
+        """Counts a reuse of the variant in this node; nodes in front get its last use and worth, but count no use.
 
         Args:
-            worth: of the variant, in the unit of the age.
+            worth: worth of the variant, in the unit of the age.
         """
         self._clock += 1
         for one in node.behind():
@@ -160,7 +159,7 @@ class Pool:
         self._queue(node)
 
     def use_prefix(self, nodes: Sequence[Node]) -> None:
-        """A prompt begins with these nodes."""
+        """Counts that a prompt began with these nodes."""
         self._clock += 1
         for node in nodes:
             node.last_use = self._clock
@@ -168,7 +167,7 @@ class Pool:
             self._queue(node)
 
     def lock(self, nodes: Iterable[Node]) -> None:
-        """Keep these, and what they stand behind, until `unlock`."""
+        """Keeps these nodes, and those in front of them, until `unlock`."""
         for node in nodes:
             for one in node.behind():
                 self.num_locked += 0 if one.num_locks else one.length
@@ -188,7 +187,7 @@ class Pool:
         return self.capacity - self.num_reserved - self.num_locked
 
     def reserve(self, num_tokens: int) -> bool:
-        """Room for a running request; False, and nothing reserved, where what is locked leaves too little."""
+        """Makes room for a running request; returns False and reserves nothing if locked nodes leave too little."""
         before = self.num_stored
         has_room = True
         while has_room and self.num_stored + self.num_reserved + num_tokens > self.capacity:
@@ -200,7 +199,7 @@ class Pool:
         return has_room
 
     def evict(self, node: Node) -> None:
-        """A leaf goes."""
+        """Removes a leaf."""
         parent = node.parent
         assert parent is not None, "the root stays"
         del parent.children[node.label]
@@ -217,13 +216,13 @@ class Pool:
             self._queue(parent)
 
     def release(self, num_left: int = 0) -> None:
-        """A running request is over; others still have so many tokens."""
+        """Called when a running request is over; the others still hold `num_left` tokens."""
         self.num_reserved = num_left
 
-    # Remember. New nodes take over tokens that are reserved.
+    # Storing. New nodes take over reserved tokens.
 
     def add_path(self, labels: Sequence[int], lengths: Sequence[int], owner: bytes = DEFAULT_PARTITION) -> list[Node]:
-        """The nodes of an exact prompt, new or found; one per label."""
+        """Returns the nodes of an exact prompt, one per label; creates those that are missing."""
         nodes, node = [], self._root_of(owner)
         for label, length in zip(labels, lengths, strict=True):
             child = node.children.get(label)
@@ -235,12 +234,12 @@ class Pool:
         return nodes
 
     def add_own(self, length: int, worth: float = 0.0, owner: bytes = DEFAULT_PARTITION) -> Node:
-        """A node that no prompt finds as its prefix."""
+        """Creates a node that `match` never finds."""
         self._num_own += 1
         return self._add(self._root_of(owner), SYSTEM - self._num_own, length, worth)
 
     def settle(self, node: Node, variant: Variant) -> None:
-        """The variant lives in this node from now on."""
+        """Notes that the variant lives in this node from now on."""
         self.version += 1
         assert node.is_stored, f"{variant} in {node}, which is gone"
         left = self._nodes.get(variant.variant_id)
@@ -252,7 +251,7 @@ class Pool:
         self._nodes[variant.variant_id] = node
 
     def score(self, node: Node) -> Score:
-        """What the policy compares."""
+        """What the policy compares; the lowest is evicted first."""
         if self.policy == "lru":
             return 0.0, node.last_use
         if self.policy == "fifo":
@@ -260,15 +259,15 @@ class Pool:
         return float(node.num_uses if self.policy == "lfu" else node.worth), node.last_use
 
     def num_dead(self, is_known: Callable[[Variant], bool]) -> int:
-        """Tokens of own nodes whose variant the index has dropped: nobody will find them again."""
+        """Tokens of nodes of `add_own` whose variant the index has dropped: no request finds them again."""
         own = (node for root in self._roots.values() for label, node in root.children.items() if label < SYSTEM)
         return sum(node.length for node in own if node.variant is None or not is_known(node.variant))
 
     def check_integrity(self) -> None:
-        """Counts everything from scratch.
+        """Recounts everything from scratch.
 
         Raises:
-            AssertionError: something does not agree.
+            AssertionError: a count differs.
         """
         nodes = [node for root in self._roots.values() for node in self._walk(root)]
         assert self.num_stored == sum(node.length for node in nodes), "stored tokens"
@@ -309,7 +308,7 @@ class Pool:
         return node
 
     def _queue(self, node: Node) -> None:
-        """Its score has changed, or it became a leaf."""
+        """Queues a leaf after its score has changed or it became a leaf."""
         if node.children:
             return
         self._serial += 1
@@ -317,7 +316,7 @@ class Pool:
         heap = self._heaps.setdefault(node.owner, [])
         heapq.heappush(heap, (self.score(node), node.ticket, node))
         if len(heap) > 4 * self._num_leaves + 1024:
-            # What has got children is queued again when it has lost them.
+            # A node with children is queued again when it has lost them.
             heap[:] = [entry for entry in heap if entry[1] == entry[2].ticket and not entry[2].children]
             heapq.heapify(heap)
 
@@ -325,7 +324,7 @@ class Pool:
         return self._evict_of(self.shares.above) or self._evict_of(self._heaps)
 
     def _evict_of(self, owners: Iterable[bytes]) -> bool:
-        """One leaf of these partitions."""
+        """Evicts one leaf of these partitions; False if there is none that is not locked."""
         heaps = [heap for owner in owners if (heap := self._heaps.get(owner))]
         locked = []
         is_evicted = False

@@ -1,4 +1,4 @@
-"""Tally and Outcome: what a replay counted, request by request, and what lies in the store at its end."""
+"""Tally and Outcome: what a replay counted for each request, and what lies in the store at its end."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Tally:
     num_skipped: int
     """Stored but not used; the reason is in `Outcome.reasons`."""
     num_all_hit: int
-    """Requests of which no chunk was computed in full."""
+    """Requests without a chunk that was computed in full."""
     prompt_tokens: int
     prefix_tokens: int
     reused_tokens: int
@@ -38,26 +38,26 @@ class Tally:
     chunk_prefix_tokens: int
     """Tokens of chunks that lie in the exact prefix."""
     stored_tokens: int
-    """In nodes, after each request, summed up over them; see `mean_stored`."""
+    """Tokens in nodes after each request, summed over the requests; see `mean_stored`."""
 
     @property
     def chunk_hit_rate(self) -> float:
-        """Chunks that were not computed in full, of all; exact prefix and hits."""
+        """Share of the chunks that were not computed in full: exact prefix and hits."""
         return _share(self.num_prefix + self.num_hit, self.num_chunks)
 
     @property
     def reuse_rate(self) -> float:
-        """Hits among the chunks that do not lie in the exact prefix."""
+        """Share of hits among the chunks that do not lie in the exact prefix."""
         return _share(self.num_hit, self.num_chunks - self.num_prefix)
 
     @property
     def token_hit_rate(self) -> float:
-        """Prompt tokens found in the exact prefix or brought in."""
+        """Share of the prompt tokens found in the exact prefix or reused."""
         return _share(self.prefix_tokens + self.reused_tokens, self.prompt_tokens)
 
     @property
     def chunk_token_hit_rate(self) -> float:
-        """Tokens of chunks found in the exact prefix or brought in, of all tokens of chunks."""
+        """Share of the tokens of chunks found in the exact prefix or reused."""
         return _share(self.chunk_prefix_tokens + self.reused_tokens, self.chunk_tokens)
 
     @property
@@ -67,22 +67,22 @@ class Tally:
 
     @property
     def recomputed_share(self) -> float:
-        """Of the prompt tokens: brought in, and computed again all the same."""
+        """Share of the prompt tokens that were reused but recomputed."""
         return _share(self.recomputed_tokens, self.prompt_tokens)
 
     @property
     def computed_share(self) -> float:
-        """Of the prompt tokens: computed because not found, or computed again. What a prefill costs."""
+        """Share of the prompt tokens that a prefill computes: not found, or recomputed."""
         return _share(self.computed_tokens + self.recomputed_tokens, self.prompt_tokens)
 
     @property
     def mean_fix_share(self) -> float:
-        """Recomputed share of the reused tokens: CFO, weighted by tokens."""
+        """Share of the reused tokens that were recomputed: CFO, weighted by tokens."""
         return _share(self.recomputed_tokens, self.reused_tokens)
 
     @property
     def unmoved_share(self) -> float:
-        """Of the reused tokens."""
+        """Share of the reused tokens that stand where they were stored."""
         return _share(self.unmoved_tokens, self.reused_tokens)
 
     @property
@@ -95,7 +95,7 @@ FIELDS = tuple(Tally.__dataclass_fields__)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Outcome:
-    """What one replay gave."""
+    """The result of one replay."""
 
     trace: str
     settings: Settings
@@ -104,13 +104,13 @@ class Outcome:
     reasons: Mapping[str, int]
     """Chunks by status and reason."""
     variants_per_chunk: Mapping[int, int]
-    """At the end, of those still stored: number of variants -> chunks that have so many."""
+    """At the end: number of stored variants -> number of chunks that have so many."""
     variants_by_chunk: Mapping[int, int]
-    """At the end: chunk -> its variants."""
+    """At the end: chunk -> number of its stored variants."""
     generations: Mapping[int, int]
-    """At the end: generation -> variants."""
+    """At the end: generation -> number of stored variants."""
     cci: Mapping[str, float]
-    """Quantiles over all KV that was computed for the store."""
+    """Quantiles of CCI over all chunks that were computed to be stored."""
     index: Mapping[str, int]
     """`ChunkIndex.stats()` at the end."""
     peak_stored: int
@@ -127,7 +127,7 @@ class Outcome:
         return Tally(*(int(value) for value in self.per_request[first:last].sum(axis=0)))
 
     def windows(self, size: int) -> list[Tally]:
-        """Sums over each `size` requests; a last shorter window is left out."""
+        """Sums over windows of `size` requests; a shorter last window is left out."""
         return [self.tally(i, i + size) for i in range(0, len(self.per_request) - size + 1, size)]
 
 

@@ -1,15 +1,15 @@
-"""Traces: which chunks each request of a stream brings, in which order. `generate` draws one, `PRESETS` names a few.
+"""Traces: which chunks each request of a stream has, in which order. `generate` draws one, `PRESETS` names a few.
 
-    Popularity   Zipf: the chunk of rank r is drawn with weight r^-zipf; ranks are dealt to chunks at random
+    popularity   Zipf: the chunk of rank r is drawn with weight r^-zipf; ranks are given to chunks at random
     sessions     a share of a request's chunks comes from earlier requests of its session; many are open at once
-    new chunks   a share of the chunks comes in one request only
-    topics       a share of them lies near the request's first chunk, as sections of one manual do
-    growth       the corpus grows while the trace runs; a new chunk enters at a rank drawn like any other
-    drift        every few requests a share of the ranks is dealt anew
-    orders       "new": no two requests have the same chunks in the same order; "drawn": as drawn, the popular ones
-                 tend to stand in front; "sorted": by number, as systems do that reorder for the sake of the prefix
+    new chunks   a share of the chunks appears in one request only
+    topics       a share of the chunks lies near the request's first chunk, as sections of one manual do
+    growth       the corpus grows while the trace runs; a new chunk enters at a rank that is drawn by the Zipf weights
+    drift        every few requests a share of the ranks is given to chunks anew
+    orders       "new": no two requests have the same chunks in the same order; "drawn": as drawn, so that popular
+                 chunks tend to stand in front; "sorted": by number, like systems that reorder for the prefix cache
 
-The same spec gives the same trace; every draw comes from one generator seeded with `TraceSpec.seed`.
+The same spec gives the same trace: every draw comes from one generator seeded with `TraceSpec.seed`.
 """
 
 from __future__ import annotations
@@ -24,31 +24,31 @@ import numpy.typing as npt
 
 ORDERS = ("new", "drawn", "sorted")
 MIN_CHUNK_LEN = 16
-_TRIES = 200  # draws until a request's order must have turned out new
+_TRIES = 200  # draws in which a request must find a new order
 
 Floats: TypeAlias = npt.NDArray[np.float64]
 
 
 class TraceError(ValueError):
-    """A user's mistake about a trace: which field or line, what is wrong, what to do."""
+    """A trace that cannot be read or drawn; the message says which field or line, what is wrong, what to do."""
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One prompt: the system prompt that a tenant's share, these chunks in this order, a question that comes once."""
+    """One prompt: the system prompt, these chunks in this order, a question that appears only here."""
 
     chunks: tuple[int, ...]
-    """Numbers of chunks; what a trace draws brings each at most once."""
+    """Numbers of the chunks; a drawn request has each at most once."""
     question_len: int
     session: int = 0
     plain: tuple[tuple[int, int], ...] = ()
-    """Text that is not marked, in the order of the prompt: (chunks in front of it, number of the text)."""
+    """Text that is not marked, in the order of the prompt: (how many chunks stand in front, number of the text)."""
     tenant: int = 0
     """Whose prompt it is; chunks of tenants have numbers of their own."""
 
     @property
     def blocks(self) -> tuple[tuple[int, bool], ...]:
-        """All between the shared system prompt and the question, in order: (number, whether it is a marked chunk)."""
+        """Chunks and unmarked text between system prompt and question, in order: (number, whether it is a chunk)."""
         found: list[tuple[int, bool]] = []
         for i in range(len(self.chunks) + 1):
             found += [(number, False) for place, number in self.plain if place == i]
@@ -57,7 +57,7 @@ class Request:
 
     @classmethod
     def of_blocks(cls, blocks: Iterable[tuple[int, bool]], question_len: int, session: int = 0) -> Request:
-        """The request that has these `blocks`."""
+        """Makes the request whose `blocks` are these."""
         chunks: list[int] = []
         plain: list[tuple[int, int]] = []
         for number, is_chunk in blocks:
@@ -77,16 +77,16 @@ class Trace:
     lengths: tuple[int, ...]
     """Tokens of each chunk, and of each text that is not marked, by its number."""
     system_len: int
-    """Tokens of the system prompt that all share."""
+    """Tokens of the shared system prompt."""
     source: tuple[str, ...] = ()
-    """Lines of Markdown that name the files it was read from, where results should."""
+    """Lines of Markdown that name the files it was read from, for result pages."""
 
     def __post_init__(self) -> None:
         assert min(self.lengths, default=1) >= 1, "a chunk without tokens"
 
     @property
     def num_chunks(self) -> int:
-        """Chunks of all prompts together, with repetition."""
+        """Number of chunks in all prompts, with repetition."""
         return sum(len(request.chunks) for request in self.requests)
 
     @property
@@ -109,7 +109,7 @@ class Trace:
 
 @dataclass(frozen=True, slots=True)
 class TraceSpec:
-    """What `generate` draws. Shares lie in [0, 1], lengths are tokens."""
+    """What `generate` draws. Shares are in [0, 1], lengths in tokens."""
 
     name: str = "zipf"
     num_requests: int = 10_000
@@ -117,30 +117,30 @@ class TraceSpec:
     """Chunks of the corpus, once it has grown."""
     chunks_per_request: int = 5
     max_chunks_per_request: int = 0
-    """Each request brings between `chunks_per_request` and so many, evenly drawn; 0 = all bring the same number."""
+    """Each request has from `chunks_per_request` to so many chunks, drawn uniformly; 0 = all have the same number."""
     zipf: float = 1.0
     new_share: float = 0.0
-    """Of the chunks of prompts, those that come once and are not of the corpus."""
+    """Share of the chunks in prompts that appear once and are not in the corpus."""
     chunk_len: int = 500
-    """Mean."""
+    """Mean length of a chunk."""
     length_spread: float = 0.4
-    """Of the logarithm of the length; 0 = all chunks are equal."""
+    """Standard deviation of the logarithm of the length; 0 = all chunks are equally long."""
     system_len: int = 64
     question_len: int = 32
     order: str = "new"
     session_len: float = 1.0
-    """Mean requests of a session; 1 = there are none."""
+    """Mean number of requests in a session; 1 = no sessions."""
     session_share: float = 0.0
     open_sessions: int = 20
     topic_size: int = 20
     topic_share: float = 0.3
     initial_share: float = 1.0
-    """Of the corpus, when the trace begins; it grows evenly until the end."""
+    """Share of the corpus that exists when the trace begins; the corpus grows evenly until the end."""
     drift_every: int = 0
-    """Requests between two drifts; 0 = popularity stays."""
+    """Requests between two drifts; 0 = popularity never changes."""
     drift_share: float = 1.0
     repeat_share: float = 0.0
-    """Requests that bring exactly what an earlier one brought, in its order."""
+    """Share of the requests that equal an earlier one."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -169,7 +169,7 @@ class TraceSpec:
 
     @property
     def most_chunks(self) -> int:
-        """That a request brings."""
+        """Most chunks that a request has."""
         return self.max_chunks_per_request or self.chunks_per_request
 
 
@@ -219,7 +219,7 @@ def spec_fields() -> dict[str, type]:
 
 
 def generate(spec: TraceSpec) -> Trace:
-    """Draw a trace."""
+    """Draws a trace."""
     rng = np.random.default_rng(spec.seed)
     lengths = _draw_lengths(rng, spec.num_chunks, spec.chunk_len, spec.length_spread)
     drawing = _Drawing(spec, rng)
@@ -266,7 +266,7 @@ class _Drawing:
         self._num_sessions = spec.open_sessions
         self._is_seen: set[tuple[int, ...]] = set()
         self.num_new = 0
-        """Chunks that come once; they are numbered behind those of the corpus."""
+        """Number of chunks that appear once; their numbers follow those of the corpus."""
 
     def requests(self) -> Iterator[Request]:
         spec, made = self._spec, list[Request]()

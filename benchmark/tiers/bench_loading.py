@@ -1,9 +1,10 @@
-"""Time to first token of requests whose chunks lie in a slow tier, by loading mode, and what others lose meanwhile.
+"""Time to first token of requests whose chunks lie in a slow tier, by loading mode, and what other requests lose.
 
     python benchmark/tiers/bench_loading.py [--quick] [--repeats N] [--out FOLDER]
 
-One server per loading mode, over one folder behind a throttle; they are asked one after the other, paused meanwhile.
-How long a load takes is varied by how many of a prompt's eight chunks lie on disk only, the others being in the pool.
+One server per loading mode, all over one folder behind a throttle; one is measured at a time, the others are paused.
+The length of a load is varied by the number of a prompt's eight chunks that lie on disk only; the others are in the
+pool.
 Results: `benchmark/results/tiers/`, or `.cache/bench/` with `--quick`.
 """
 
@@ -35,7 +36,7 @@ from rich.console import Console
 
 FULL = Size(LlamaShape(12, 768, 12, 12, 2048, 2048), system_len=64, chunk_len=512, num_chunks=8, question_len=32)
 QUICK = Size(LlamaShape(4, 256, 4, 4, 704, 2048), system_len=64, chunk_len=64, num_chunks=8, question_len=32)
-WAITS = (0.5, 1.5, 3.0)  # seconds in the queue over seconds of loading
+WAITS = (0.5, 1.5, 3.0)  # time in the queue, divided by the time of loading
 
 
 def parse_args() -> argparse.Namespace:
@@ -53,7 +54,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def run(args: argparse.Namespace, size: Size, folder: Path, tick: Tick) -> dict[str, Any]:
-    """All measurements, as one report."""
+    """Runs all measurements; returns the report."""
     model_dir = cached_llama(size.shape)
     corpus = Corpus(size, max(sum(LOADED), size.num_chunks + QUEUED * len(WAITS)), args.seed)
     report: dict[str, Any] = {
@@ -101,7 +102,7 @@ def wait_for_load(most: float, tick: Tick) -> None:
 
 
 def measure(report: dict[str, Any], bench: Bench, mode: str, all_s: float) -> None:
-    """All that is asked of one server, into the report; `all_s`: seconds that loading all chunks takes."""
+    """Measures one server and adds to the report; `all_s`: seconds that loading all chunks of a prompt takes."""
     repeats, num_chunks = report["repeats"], bench.corpus.size.num_chunks
     loading.learn(bench)
     seconds = loading.time_idle(bench, repeats, 2 if mode == "prefetch" else 0)
@@ -117,19 +118,19 @@ def measure(report: dict[str, Any], bench: Bench, mode: str, all_s: float) -> No
 
 
 def learnt(server: Server) -> dict[str, Any]:
-    """What the server believes in the end."""
+    """The server's own estimates at the end."""
     stats = loading.tier_stats(server)
     return {"prefill": stats["prefill"], "bytes_per_s": stats["tiers"]["disk"]["bytes_per_s"]}
 
 
 def flags(size: Size) -> list[str]:
-    """Flags of all servers but the tiers; the pool holds a round: chunks, and prompts in the exact cache."""
+    """Flags of all servers except the tiers; the pool holds the chunks and prompts of one round."""
     tokens = -(-(9 * size.prompt_len) // 1024) * 1024
     return ["--skip-tokenizer-init", "--max-total-tokens", str(tokens), "--max-running-requests", "1"]
 
 
 def make_server(model_dir: Path, size: Size, folder: Path, mode: str, bytes_per_s: float) -> Server:
-    """A server over the folder; not started."""
+    """A server over the folder, not yet started."""
     tiers: dict[str, Any] = {
         "disk": {"path": str(folder)},
         "loading": mode,

@@ -1,8 +1,8 @@
 """What loading costs, measured on a running server: `prime`, `time_idle`, `time_queued`, `time_others`.
 
-A round begins with empty caches (a flush leaves the disk tier) and the system prompt. Its first prompt has to load all
-of its chunks; each later one has as many chunks that this round has not seen as it shall load, and others that are in
-the KV pool by then. So one tier of one speed gives loads of several lengths.
+A round begins with only the system prompt in the pool (a flush leaves the disk tier). Its first prompt loads all of its
+chunks. Each later prompt mixes chunks that are new in this round, which it loads, with chunks that are already in the
+KV pool. So one tier of one speed gives loads of several lengths.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from benchmark.common.server import Server
 from benchmark.tiers.prompts import Corpus
 from benchmark.ttft.workload import Prompt
 
-Tick = Callable[[str], None]  # told what was just measured
+Tick = Callable[[str], None]  # called with what was just measured
 
 MODES = ("prefetch", "layerwise", "sync")
 OPTIONS = {"method": "epic", "ratio": 0.15}
-LOADED = (8, 0, 1, 2, 4)  # chunks of a prompt that are loaded, in the order within a round; the first is all
-QUEUED = 2  # chunks that are loaded behind a queue
+LOADED = (8, 0, 1, 2, 4)  # chunks that the prompts of a round load, in order; the first prompt loads all
+QUEUED = 2  # chunks that a request in the queue loads
 FRONT_LEN = 32  # tokens of the request that keeps the only slot
-WINDOW_SHARE = 0.4  # of a load's seconds: so long others are watched; layerwise must not begin its forward earlier
+WINDOW_SHARE = 0.4  # share of a load's time in which others are watched; layerwise must not begin its forward in it
 OTHER_LEN, OTHER_OUTPUT_LEN, NUM_CLIENTS = 64, 4, 2
 
 
 class Round:
-    """Hands out prompts of one round, each with another chunk in front: only the system prompt is an exact prefix."""
+    """Hands out the prompts of a round; each has another first chunk, so that only the system prompt is a prefix."""
 
     def __init__(self, corpus: Corpus) -> None:
         self._corpus = corpus
@@ -39,7 +39,7 @@ class Round:
         self._fronts: set[int] = set()
 
     def prompt(self, num_loaded: int) -> Prompt:
-        """A prompt with so many chunks that are not in the pool yet, and a new question."""
+        """A prompt with `num_loaded` chunks that are not in the pool yet, and a new question."""
         num_chunks = self._corpus.size.num_chunks
         new = list(range(len(self._known), len(self._known) + num_loaded))
         assert num_loaded <= num_chunks <= len(self._known) + num_loaded, f"{num_loaded} of {num_chunks} chunks to load"
@@ -53,20 +53,20 @@ class Round:
 
 @dataclass(frozen=True)
 class Bench:
-    """A server, and what it is asked."""
+    """A server and the corpus of its prompts."""
 
     server: Server
     corpus: Corpus
     tick: Tick
 
     def begin_round(self) -> Round:
-        """The pool holds nothing but the system prompt from here on."""
+        """Empties the pool except for the system prompt."""
         self.server.flush()
         self.server.generate([*self.corpus.system, *self.corpus.tokens(8)])
         return Round(self.corpus)
 
     def ask(self, prompt: Prompt, num_loaded: int) -> float:
-        """Seconds of a request of one token; so many of its chunks must come from disk, the others from the pool."""
+        """Seconds of a request for one token; `num_loaded` chunks must come from disk, the others from the pool."""
         timed = self.server.generate(prompt.ids, chunk_cache={"spans": prompt.spans, **OPTIONS})
         reply = timed.chunk_cache
         places = Counter(chunk.get("tier") for chunk in reply["chunks"])
@@ -91,14 +91,14 @@ def prime(server: Server, corpus: Corpus, tick: Tick, tier: str | None = "disk",
 
 
 def tier_stats(server: Server) -> dict[str, Any]:
-    """`GET /chunk_cache/stats` of the only rank."""
+    """`GET /chunk_cache/stats`, for the only rank."""
     rank = server.get("/chunk_cache/stats").json()["ranks"][0]
     assert isinstance(rank, dict)
     return rank
 
 
 def learn(bench: Bench) -> None:
-    """What a load and a forward take, which layerwise loading decides by: a round that does not count."""
+    """Runs a round that does not count, so that the server learns the times by which layerwise loading decides."""
     one = bench.begin_round()
     for num_loaded in (bench.corpus.size.num_chunks, *LOADED[1:]):
         taken = bench.ask(one.prompt(num_loaded), num_loaded)
@@ -106,7 +106,7 @@ def learn(bench: Bench) -> None:
 
 
 def time_idle(bench: Bench, repeats: int, computed: int) -> dict[int | str, list[float]]:
-    """Seconds of a request that finds the server idle, by how many chunks it loads; computed anew in some rounds."""
+    """Seconds of a request on an idle server, by how many chunks it loads; in `computed` rounds also with mode off."""
     seconds: dict[int | str, list[float]] = {num_loaded: [] for num_loaded in LOADED} | {"compute": []}
     for number in range(repeats):
         one = bench.begin_round()
@@ -121,7 +121,7 @@ def time_idle(bench: Bench, repeats: int, computed: int) -> dict[int | str, list
 
 
 def time_queued(bench: Bench, waits_s: Sequence[float], repeats: int) -> dict[float, dict[str, list[float]]]:
-    """Seconds of a request behind one that keeps the only slot for so long, by wait: `QUEUED` loaded, and none."""
+    """Seconds of a request behind one that keeps the only slot, by its wait, with `QUEUED` chunks loaded and none."""
     seconds: dict[float, dict[str, list[float]]] = {wait_s: {"disk": [], "pool": []} for wait_s in waits_s}
     for number in range(repeats):
         one = bench.begin_round()
@@ -137,10 +137,10 @@ def time_queued(bench: Bench, waits_s: Sequence[float], repeats: int) -> dict[fl
 
 
 def time_others(bench: Bench, load_s: float, repeats: int, *, is_held: bool) -> list[tuple[float, float]]:
-    """Short plain requests per second of clients in a closed loop: without a load, and while one is pending.
+    """Short plain requests per second from clients in a closed loop: (without a load, while one is pending).
 
     Args:
-        is_held: whether a request that loads waits in the queue until its forward, and not in the scheduler's way.
+        is_held: whether a request that loads waits in the queue, so that it does not block the scheduler.
     """
     window_s, num_chunks = WINDOW_SHARE * load_s, bench.corpus.size.num_chunks
     pairs = []
@@ -166,7 +166,7 @@ def time_others(bench: Bench, load_s: float, repeats: int, *, is_held: bool) -> 
 
 
 def completed(requests: Sequence[tuple[float, float]], start: float, end: float) -> float:
-    """How many requests fall into a span of time; one that reaches over its ends counts in part."""
+    """How many (begin, end) requests fall into a span of time; a request partly outside counts by its share inside."""
     return sum(max(0.0, min(to, end) - max(begin, start)) / (to - begin) for begin, to in requests)
 
 
@@ -178,7 +178,7 @@ def _window(seconds: float) -> tuple[float, float]:
 
 @contextmanager
 def _slot_taken(server: Server, corpus: Corpus, seconds: float) -> Iterator[None]:
-    """A plain request generates until it is aborted after so many seconds, counted from when the body begins."""
+    """Keeps the only slot with a plain request, which is aborted `seconds` after the body begins."""
     prompt, rid = corpus.tokens(FRONT_LEN), f"front-{time.monotonic_ns()}"
     body = {
         "input_ids": prompt,
@@ -210,7 +210,7 @@ def _slot_taken(server: Server, corpus: Corpus, seconds: float) -> Iterator[None
 
 @contextmanager
 def _closed_loop(server: Server, corpus: Corpus) -> Iterator[list[tuple[float, float]]]:
-    """Clients that send a short plain request whenever the one before is answered; what they did, as times."""
+    """Runs clients that send short plain requests, one after the other; yields the growing list of (begin, end)."""
     stop, done = threading.Event(), []
     prompts = [corpus.tokens(OTHER_LEN) for _ in range(2000)]
 

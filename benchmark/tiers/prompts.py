@@ -3,7 +3,7 @@
     | system | chunk ... chunk | question |
     |<exact>|<--- reused ---->|<- new ->|
 
-The system prompt alone is put into the exact cache first; every chunk was computed alone behind it.
+Only the system prompt is in the exact cache; every chunk was computed alone behind it.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ class Size:
 
     @property
     def bytes_per_token(self) -> int:
-        """KV of all layers in fp32."""
+        """Bytes of a token's KV, all layers, in fp32."""
         shape = self.shape
         return shape.layers * 2 * shape.kv_heads * (shape.hidden // shape.heads) * 4
 
     @property
     def num_bytes(self) -> int:
-        """KV of all chunks of a prompt."""
+        """Bytes of the KV of all chunks of a prompt."""
         return self.num_chunks * self.chunk_len * self.bytes_per_token
 
     def __str__(self) -> str:
@@ -49,10 +49,10 @@ class Size:
 
 
 class Corpus:
-    """A system prompt and chunks; the same seed gives the same ones.
+    """A system prompt and chunks; the same seed gives the same tokens.
 
     Args:
-        num_chunks: that there are, not those of one prompt.
+        num_chunks: chunks of the corpus, not of one prompt.
     """
 
     def __init__(self, size: Size, num_chunks: int, seed: int = 0) -> None:
@@ -66,7 +66,7 @@ class Corpus:
         return random_tokens(self._draw, length, self.size.shape.vocab)
 
     def prompt(self, order: Sequence[int], question: Sequence[int]) -> Prompt:
-        """Chunks by number, in this order, between the system prompt and a question."""
+        """A prompt: system prompt, the chunks with these numbers in this order, question."""
         ids, spans = list(self.system), []
         for number in order:
             spans.append([len(ids), len(ids) + self.size.chunk_len])

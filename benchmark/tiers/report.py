@@ -8,17 +8,17 @@ from typing import Any
 
 from benchmark.common.results import Spread, markdown_table, run_markdown
 
-MAX_QUEUE_COST = 5.0  # percent of time to first token that loading may cost behind a queue that is longer than it
+MAX_QUEUE_COST = 5.0  # percent of time to first token that loading may cost if the queue takes longer than the load
 REAL_FLOPS, REAL_PARAMETERS, REAL_BYTES_PER_TOKEN = 400e12, 8.03e9, 131072  # see `real_bytes_per_s`
 REAL_HIDDEN, REAL_LAYERS = 4096, 32
 
 
 def idle_rows(mode: str, chunk_s: float, seconds: Mapping[int | str, Sequence[float]]) -> list[dict[str, Any]]:
-    """One row per number of loaded chunks, on an idle server, and one for computing all.
+    """Rows of an idle server: one per number of loaded chunks, and one for computing all.
 
     Args:
         chunk_s: seconds that loading a chunk takes.
-        seconds: with 0 loaded = all in the pool; `over_pool_s` is the median over pairs with these.
+        seconds: samples by number of loaded chunks, or "compute"; `over_pool_s` is the median over pairs with 0 loaded.
     """
     pool = seconds[0]
     return [
@@ -37,7 +37,7 @@ def idle_rows(mode: str, chunk_s: float, seconds: Mapping[int | str, Sequence[fl
 
 
 def queued_row(mode: str, wait_s: float, load_s: float, seconds: Mapping[str, Sequence[float]]) -> dict[str, Any]:
-    """The cost is the median over pairs, in percent of what the request takes with its chunks in the pool."""
+    """Row of a wait in the queue; costs are in percent of the time with all chunks in the pool, pair by pair."""
     costs = [100 * (disk / pool - 1) for disk, pool in zip(seconds["disk"], seconds["pool"], strict=True)]
     counts = wait_s > load_s and mode != "sync"
     return {
@@ -54,7 +54,7 @@ def queued_row(mode: str, wait_s: float, load_s: float, seconds: Mapping[str, Se
 
 
 def other_row(mode: str, load_s: float, pairs: Sequence[tuple[float, float]]) -> dict[str, Any]:
-    """Requests per second of others without a pending load and with one, and the change, as the median over pairs."""
+    """Row of the other clients: their requests per second (without a pending load, with one), and the change."""
     return {
         "mode": mode,
         "load_s": load_s,
@@ -66,7 +66,7 @@ def other_row(mode: str, load_s: float, pairs: Sequence[tuple[float, float]]) ->
 
 
 def real_bytes_per_s(factor: float, num_tokens: int, num_chunk_tokens: int, ratio: float) -> float:
-    """The bandwidth that has this ratio of loading to computing for Llama 3.1 8B in bf16 at 400 TFLOP/s.
+    """Bandwidth at which loading takes `factor` times as long as computing, for Llama 3.1 8B in bf16 at 400 TFLOP/s.
 
     Estimated, not measured: 2 operations per parameter and row, 4 per row, key and channel, half of the keys masked.
     """

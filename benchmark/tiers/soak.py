@@ -1,11 +1,11 @@
-"""Twenty minutes of Zipf traffic over a corpus far larger than the tiers, and what must hold meanwhile.
+"""Soak test: Zipf traffic for minutes over a corpus far larger than the tiers, and what must hold.
 
     python benchmark/tiers/soak.py [--minutes 20] [--controller] [--loading prefetch] [--out FOLDER]
 
 10,000 chunks; the KV pool holds some 80, the host tier some 500, the disk tier some 4,000, so all of them evict.
-Several clients at once; now and then all of them rest, so that SGLang checks the memory of an idle server, which
-ends the server where a slot is lost. Counted: from where the chunks of replies came, memory, threads and open files of
-the scheduler. Compared: log-probabilities with those of mode off. Results: `benchmark/results/tiers/`.
+Several clients ask at once. At intervals all of them pause, so that SGLang checks the memory of the idle server; the
+check ends the server if a slot is lost. Counted: where the chunks of replies came from, and memory, threads and open
+files of the scheduler. Log-probabilities are compared with mode off. Results: `benchmark/results/tiers/`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ NUM_CHUNKS = 10_000
 NUM_CLIENTS = 4
 SAMPLE_S, INTERVAL_S = 5.0, 20.0
 REST_EVERY_S, REST_S = 30.0, 1.5
-SETTLE_S = 60.0  # after the last request: so long may writes take
+SETTLE_S = 60.0  # most time that writes may take after the last request
 STRICT = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1"}
 
 
@@ -58,7 +58,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def run(args: argparse.Namespace, folder: Path, console: Console) -> dict[str, Any]:
-    """The whole soak, as one report."""
+    """Runs the soak; returns the report."""
     model_dir = make_llama(CACHE_DIR / f"llama-{SIZE.shape.layers}x{SIZE.shape.hidden}-gqa", SIZE.shape)
     corpus = Corpus(SIZE, NUM_CHUNKS, args.seed)
     tiers = {
@@ -119,7 +119,7 @@ def run(args: argparse.Namespace, folder: Path, console: Console) -> dict[str, A
 
 
 def sample(server: Server, at_s: float) -> dict[str, Any]:
-    """What the scheduler process and its tiers hold now; sizes in bytes."""
+    """What the scheduler process and its tiers hold at the moment; sizes in bytes."""
     stats = tier_stats(server)
     process = psutil.Process(stats["pid"])
     found: dict[str, Any] = {
@@ -140,7 +140,7 @@ def sample(server: Server, at_s: float) -> dict[str, Any]:
 
 
 def settle(server: Server, folder: Path) -> dict[str, Any]:
-    """What is left once nothing runs or waits: the pool, and the files beside what the disk tier counts."""
+    """State after all writes: the pool, the entries of the disk tier, its files; then the same after a flush."""
     deadline = time.monotonic() + SETTLE_S
     while True:
         stats = tier_stats(server)

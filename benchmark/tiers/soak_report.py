@@ -1,4 +1,4 @@
-"""What a soak must show, and its report as Markdown: `summarize`, `soak_markdown`."""
+"""What must hold after a soak (`summarize`), and its report as Markdown (`soak_markdown`)."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from typing import Any
 from benchmark.common.results import markdown_table, run_markdown
 from benchmark.tiers.traffic import PLACES, TOLERANCE
 
-MAX_OVERHEAD = 300_000_000  # bytes of the scheduler over what it had at the start, its pool and its host tier
-MAX_SLOPE = 1_000_000  # bytes a minute, of the second half
-MAX_FDS_SPREAD = 32  # in the second half: connections and files being read come and go
+MAX_OVERHEAD = 300_000_000  # most bytes that the scheduler may grow beyond the budgets of pool and host tier
+MAX_SLOPE = 1_000_000  # most growth in bytes a minute, in the second half
+MAX_FDS_SPREAD = 32  # open files in the second half, most less fewest: connections and files being read come and go
 
 
 def slope(xs: Sequence[float], ys: Sequence[float]) -> float:
-    """The median of the slopes of all pairs of points (Theil and Sen), which a jump at one end hardly moves."""
+    """Median of the slopes of all pairs of points (Theil and Sen); a jump at one end hardly changes it."""
     points = list(zip(xs, ys, strict=True))
     slopes = [(y - v) / (x - u) for (u, v), (x, y) in itertools.combinations(points, 2) if x != u]
     return statistics.median(slopes) if slopes else 0.0
 
 
 def summarize(report: Mapping[str, Any]) -> dict[str, Any]:
-    """Numbers of the whole run, and `holds`: what must hold, the number that says so, whether it does."""
+    """Numbers of the whole run; `holds` lists what must hold, the numbers that decide, and whether it does."""
     samples, end, budgets = report["samples"], report["end"], report["budgets"]
     late = [one for one in samples if one["at_s"] >= samples[-1]["at_s"] / 2]
     grown = max(one["rss"] for one in samples) - samples[0]["rss"]
@@ -109,7 +109,7 @@ def summarize(report: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def shares(hits: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Shares of the chunks of replies, by place; `hits` is by interval."""
+    """Share of the chunks of replies by place; `hits` has the counts of each interval."""
     counts = Counter({place: sum(int(one.get(place, 0)) for one in hits) for place in PLACES})
     total = max(1, counts.total())
     return {place: counts[place] / total for place in PLACES if counts[place]}

@@ -1,9 +1,9 @@
 """Zipf traffic of the soak: `Zipf` draws chunks, `Traffic` keeps clients busy and counts what comes back.
 
-Most requests ask for several chunks at the server's own ratio. Every tenth asks for a single one at ratio 0, from a
-part of the corpus that nothing else asks for: such a chunk is always computed right behind the system prompt, so its KV
-is exact wherever it was meanwhile. Every 25th is asked again with mode off in a partition of its own, and the
-log-probabilities are compared: in turns one at ratio 1.0, and one of the single chunks.
+Most requests have several chunks and the server's own ratio. Every tenth has a single chunk and full reuse; no other
+request uses these chunks, so they are always computed directly behind the system prompt, and their KV is exact in
+whatever tier it was. Every 25th request is sent again with mode off in its own partition, and the log-probabilities are
+compared: in turns several chunks at ratio 1.0, and a single chunk with full reuse.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from benchmark.ttft.workload import Prompt
 
 PLACES = ("pool", "host", "disk", "remote", "prefix", "computed")
 SINGLE_EVERY, CHECK_EVERY = 10, 25
-SINGLE_SHARE = 20  # of so many chunks one is asked for alone
+SINGLE_SHARE = 20  # one in so many chunks is used only alone
 OUTPUT_LEN = 4
 TOLERANCE = 1e-4
 
@@ -38,7 +38,7 @@ class Zipf:
         self._cumulative = list(itertools.accumulate((k + 1) ** -exponent for k in range(len(items))))
 
     def draw(self, draw: random.Random, num: int) -> list[int]:
-        """Different ones, so many, in random order."""
+        """`num` distinct items in random order."""
         found: dict[int, None] = {}
         while len(found) < num:
             at = bisect.bisect_left(self._cumulative, draw.random() * self._cumulative[-1])
@@ -50,7 +50,7 @@ class Zipf:
 
 @dataclass(frozen=True)
 class Check:
-    """A reply beside that of mode off: where the chunks came from, and the largest difference of log-probabilities."""
+    """A reply compared with mode off: where its chunks came from, the largest difference of log-probabilities."""
 
     kind: str
     at_s: float
@@ -60,7 +60,7 @@ class Check:
 
 @dataclass
 class Tally:
-    """What came back so far; `buckets` counts chunks by place, by the number of the interval."""
+    """Counts over the replies so far; `buckets`: number of the interval -> place -> chunks."""
 
     interval_s: float
     buckets: dict[int, Counter[str]] = field(default_factory=dict)
@@ -76,7 +76,7 @@ class Traffic:
     """Clients in threads.
 
     Args:
-        num_chunks: of a request.
+        num_chunks: chunks of a request.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class Traffic:
 
     @contextmanager
     def running(self, num_clients: int) -> Iterator[None]:
-        """Clients ask as long as the body runs."""
+        """Runs the clients as long as the body runs."""
         self._go.set()
         threads = [threading.Thread(target=self._client, args=(number,)) for number in range(num_clients)]
         for thread in threads:
@@ -112,7 +112,7 @@ class Traffic:
                 thread.join()
 
     def rest(self, seconds: float, deadline_s: float = 60.0) -> None:
-        """Nobody asks for so long, counted from the last reply: the server checks its memory only when it is idle."""
+        """Pauses all clients, `seconds` after their last reply, since the server checks its memory only when idle."""
         self._go.clear()
         deadline = time.monotonic() + deadline_s
         while self._num_running:
@@ -131,7 +131,7 @@ class Traffic:
                 self._num_running += 1
             try:
                 self._ask(next(self._count), draw)
-            except Exception as error:  # noqa: BLE001 - counted; the soak fails in the end, whatever it was
+            except Exception as error:  # noqa: BLE001 - any error is counted and fails the soak
                 self._note_error(f"{type(error).__name__}: {error}"[:500])
                 time.sleep(1.0)
             finally:
@@ -184,14 +184,14 @@ class Traffic:
 
 
 def place_of(chunk: Mapping[str, Any]) -> str:
-    """One of `PLACES`, of a chunk of a reply."""
+    """The one of `PLACES` that a chunk of a reply came from."""
     if chunk["status"] == "hit":
         return str(chunk["tier"])
     return "prefix" if chunk["status"] == "prefix" else "computed"
 
 
 def difference(reply: Mapping[str, Any], other: Mapping[str, Any]) -> float:
-    """The largest of log-probabilities, up to the first token that differs: what follows has another context."""
+    """Largest difference of log-probabilities, up to the first token that differs: later ones have another context."""
     largest = 0.0
     for one, two in zip(*(out["meta_info"]["output_token_logprobs"] for out in (reply, other)), strict=True):
         largest = max(largest, abs(one[0] - two[0]))

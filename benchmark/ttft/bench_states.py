@@ -2,9 +2,9 @@
 
     python benchmark/ttft/bench_states.py [--quick] [--repeats N] [--out FOLDER]
 
-Prompts of 4,096 tokens in passages of equal length that were each computed once behind the system prompt, in a random
-order, with new text in front of them and a new question. Stock is `"mode": "off"` on the same server, with SGLang's
-prefix cache on. `new passages` are computed and remembered, against computed alone: what that costs where nothing
+Prompts are 4,096 tokens in passages of equal length, in a random order, with new text in front and a new question. Each
+passage was computed once behind the system prompt before. Stock is `"mode": "off"` on the same server, with SGLang's
+prefix cache on. For new passages, computing and remembering is compared with computing only: the cost if nothing
 repeats. Weights are random: time does not depend on them. Results: `benchmark/results/ttft/states.*`.
 """
 
@@ -36,7 +36,7 @@ SYSTEMS: dict[str, dict[str, Any]] = {
 
 
 def model_config(layers: int, hidden: int) -> dict[str, Any]:
-    """Of Qwen3.5's text class: three layers with states to one with attention, states as large as the real ones."""
+    """Configuration of Qwen3.5's text class: three in four layers have states, of their real size; one attends."""
     return {
         "model_type": "qwen3_5_text",
         "torch_dtype": "float32",
@@ -80,7 +80,7 @@ class Bench:
         return self._server.generate(ids, chunk_cache={"spans": spans, **options})
 
     def measure(self, length: int, num: int, repeats: int) -> dict[str, Any]:
-        """Seconds by system, tokens of the last reply of each, and bytes of a passage."""
+        """Seconds and tokens by system, seconds of new passages by mode, bytes of a passage's transition and KV."""
         self._server.post("/flush_cache", {})
         chunks = [self._tokens(length) for _ in range(num + 1)]
         for chunk in chunks:

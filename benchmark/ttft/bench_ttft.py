@@ -2,10 +2,11 @@
 
     python benchmark/ttft/bench_ttft.py [--quick] [--parts ttft,methods,statistics,plain,memory] [--out FOLDER]
 
-One server with `--chunk-cache` answers everything; stock is `"mode": "off"` on it, with SGLang's prefix cache on.
+One server with `--chunk-cache` answers all requests; stock is `"mode": "off"` on it, with SGLang's prefix cache on.
 Chunks are primed one by one behind the system prompt, and nothing else is warmed up. Every measured prompt has a new
-order of the chunks and a new question. A second server without `--chunk-cache` runs for the plain requests only, a
-third one with a page size of 16 for the KV slots. Results: `benchmark/results/ttft/`, `.cache/bench/` with `--quick`.
+order of the chunks and a new question. Plain requests are compared with a second server, without `--chunk-cache`; KV
+slots are also counted on a third, with a page size of 16. Results: `benchmark/results/ttft/`, `.cache/bench/` with
+`--quick`.
 """
 
 from __future__ import annotations
@@ -69,12 +70,12 @@ def default_repeats(quick: bool) -> int:
 
 
 def most_repeats(work: Workload) -> int:
-    """For how many repeats there are prompts, of every part."""
+    """Most repeats for which the workload has prompts in every part."""
     return min((work.num_fresh - 2) // len(SYSTEMS), (work.num_fresh - NUM_EXPLAINED * len(METHODS)) // len(METHODS))
 
 
 def run(args: argparse.Namespace, size: Size, console: Console) -> dict[str, Any]:
-    """All parts that were asked for, as one report."""
+    """Runs the parts of `--parts`; returns the report."""
     work = Workload(size, args.seed, num_spare=NUM_SPARE)
     if args.repeats > most_repeats(work):
         raise SystemExit(f"--repeats: at most {most_repeats(work)} with {size.num_chunks} chunks")
@@ -115,7 +116,7 @@ def run(args: argparse.Namespace, size: Size, console: Console) -> dict[str, Any
 
 
 def flags(args: argparse.Namespace, size: Size) -> list[str]:
-    """Flags of all servers. The pool holds all that a run leaves in the exact cache, so that nothing is evicted."""
+    """Flags of all servers. The pool holds all that a run leaves in the exact cache, so nothing is evicted."""
     tokens = size.prompt_len * (args.repeats + 4)
     tokens = max(tokens, 2 * args.plain_repeats * max(kind.prompt_len for kind in PLAIN_REQUESTS))
     return ["--skip-tokenizer-init", "--max-total-tokens", str(-(-tokens // 1024) * 1024)]

@@ -1,8 +1,8 @@
-"""What is measured: `time_reuse` (stock against reuse), `time_selection` (what choosing rows costs of that),
+"""Measurements: `time_reuse` (stock against reuse), `time_selection` (the part that choosing rows takes),
 `time_statistics` (what remembering new chunks costs), `time_plain` (cost for requests without marks), `count_slots`.
 
-Systems take turns within each round, in an order that changes from round to round, so that drift of the machine hits
-all alike.
+Systems take turns within each round, in an order that changes from round to round, so that a drift of the machine
+affects all alike.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from benchmark.common.results import Spread
 from benchmark.common.server import Server, Timed
 from benchmark.ttft.workload import FULL, Prompt, Size, Workload
 
-Tick = Callable[[str], None]  # told what was just measured
+Tick = Callable[[str], None]  # called with what was just measured
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ NUM_EXPLAINED = 2  # prompts per method that are asked with "explain", for the s
 def time_reuse(
     server: Server, work: Workload, systems: Sequence[System], repeats: int, tick: Tick
 ) -> list[dict[str, Any]]:
-    """Primes the chunks, then whole-request seconds of one token per system; one row per system."""
+    """Primes the chunks, then measures whole requests for one token; one row per system."""
     prime(server, work, tick)
     order, draw = list(systems), random.Random(1)
     seconds: dict[str, list[float]] = {system.name: [] for system in systems}
@@ -88,14 +88,14 @@ def time_reuse(
 
 
 def prime(server: Server, work: Workload, tick: Tick) -> None:
-    """Every chunk once behind the system prompt."""
+    """Computes every chunk once behind the system prompt."""
     for prompt in work.priming():
         server.generate(prompt.ids, chunk_cache={"spans": prompt.spans})
         tick("primed")
 
 
 def time_selection(server: Server, work: Workload, systems: Sequence[System], tick: Tick) -> list[dict[str, Any]]:
-    """Seconds, with primed chunks, that the server itself counted for choosing rows, beside the whole request's."""
+    """Seconds that the server itself counted for choosing rows, and of the whole request; chunks must be primed."""
     rows = []
     for system in systems:
         for _ in range(NUM_EXPLAINED):
@@ -118,7 +118,7 @@ def time_selection(server: Server, work: Workload, systems: Sequence[System], ti
 
 
 def _check_counts(system: System, reply: dict[str, Any], work: Workload) -> None:
-    """A measurement of something else than it says is worse than none."""
+    """Raises RuntimeError unless the reply reused as many tokens as this measurement means to."""
     size = work.size
     reused = 0 if system is STOCK else size.num_reused_chunks * size.chunk_len
     expected = {"prefix_tokens": size.prefix_len, "reused_tokens": reused}
@@ -130,7 +130,7 @@ def _check_counts(system: System, reply: dict[str, Any], work: Workload) -> None
 def _row(system: System, seconds: list[float], reply: dict[str, Any], stock: float, size: Size) -> dict[str, Any]:
     names = ("prefix_tokens", "reused_tokens", "recomputed_tokens", "computed_tokens")
     speedup = stock / statistics.median(seconds)
-    target = system.target if size == FULL else None  # a small prompt is too fast for a fixed cost per request
+    target = system.target if size == FULL else None  # in small prompts the fixed cost of a request dominates
     return {
         "system": system.name,
         "options": system.options,
@@ -156,7 +156,7 @@ PLAIN_REQUESTS = (PlainRequest("prefill", 1024, 1), PlainRequest("decode", 64, 3
 
 
 def time_plain(with_cache: Server, without: Server, work: Workload, repeats: int, tick: Tick) -> list[dict[str, Any]]:
-    """The same new prompt to both servers, one of which is paused; one row per kind of request."""
+    """Sends the same new prompt to each server while the other is paused; one row per kind of request."""
     rows = []
     for kind in PLAIN_REQUESTS:
         pairs = []
@@ -164,7 +164,7 @@ def time_plain(with_cache: Server, without: Server, work: Workload, repeats: int
             ids = work.tokens(kind.prompt_len)
             order = (with_cache, without) if number % 2 else (without, with_cache)
             seconds = {server: _time_alone(server, order, ids, kind.output_len).total_s for server in order}
-            if number:  # the first pair meets cold code in both servers
+            if number:  # in the first pair code is cold
                 pairs.append((seconds[with_cache], seconds[without]))
             tick(f"plain {kind.name}: {seconds[with_cache]:.3f} s / {seconds[without]:.3f} s")
         rows.append(_plain_row(kind, pairs))
@@ -178,12 +178,12 @@ def _time_alone(server: Server, servers: tuple[Server, ...], ids: list[int], out
         if other is not server:
             other.pause()
     server.resume()
-    server.generate(ids[:8], max_new_tokens=1, extra_key="wake")  # processes that were paused wake up here
+    server.generate(ids[:8], max_new_tokens=1, extra_key="wake")  # wakes processes that were paused
     return server.generate(ids, max_new_tokens=output_len)
 
 
 def time_statistics(server: Server, work: Workload, repeats: int, tick: Tick) -> dict[str, Any]:
-    """Prompts of new chunks, by turns remembered with their statistics and (mode off) neither."""
+    """The loss of prompts of new chunks that are remembered with statistics, against mode off, in turns."""
     modes = ("auto", "off")
     pairs = []
     for number in range(repeats + 1):

@@ -3,9 +3,9 @@
     | system | chunk | chunk ... chunk | question |
     |<- exact prefix ->|<-- reused --->|<- new -->|
 
-Every chunk is primed alone behind the system prompt, so the system prompt and whatever chunk comes first are an exact
-prefix that stock SGLang reuses as well. No two measured prompts begin with the same two chunks: what one of them leaves
-in the exact cache does not help another beyond the first chunk.
+Every chunk is primed alone behind the system prompt, so the system prompt and the first chunk are an exact prefix for
+stock SGLang too. No two measured prompts begin with the same two chunks, so a prompt left in the exact cache helps no
+other prompt beyond the first chunk.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Workload:
     """Hands out prompts; the n-th prompt of a seed is always the same.
 
     Args:
-        num_spare: so many chunks are primed beside those of a prompt, of which each then leaves some out.
+        num_spare: chunks that are primed beyond the number in a prompt; each prompt leaves so many out.
     """
 
     def __init__(self, size: Size, seed: int = 0, *, num_spare: int = 0) -> None:
@@ -84,10 +84,10 @@ class Workload:
         return [Prompt(self._system + chunk, [[start, end]]) for chunk in self._chunks]
 
     def fresh(self) -> Prompt:
-        """The chunks in an order that was not there before, and a new question.
+        """A prompt with the chunks in a new order, and a new question.
 
         Raises:
-            StopIteration: there is no pair of first chunks left; use fewer repeats.
+            StopIteration: no pair of first chunks is left; use fewer repeats.
         """
         first, second = next(self._beginnings)
         rest = [i for i in range(len(self._chunks)) if i not in (first, second)]
@@ -99,7 +99,7 @@ class Workload:
         return Prompt(ids + self.tokens(self.size.question_len), spans)
 
     def unseen(self) -> Prompt:
-        """A prompt as of `fresh`, of chunks that were never there before."""
+        """A prompt like those of `fresh`, but with new chunks."""
         ids, spans = list(self._system), []
         for _ in range(self.size.num_chunks):
             spans.append([len(ids), len(ids) + self.size.chunk_len])
@@ -108,7 +108,7 @@ class Workload:
 
     @property
     def num_fresh(self) -> int:
-        """How many prompts `fresh` can give in all."""
+        """How many prompts `fresh` can make in all."""
         return len(self._chunks) * (len(self._chunks) - 1)
 
     def _all_beginnings(self) -> Iterator[tuple[int, int]]:

@@ -1,8 +1,8 @@
 """LongBench-style files: `read_longbench` (JSONL with input, context, answers -> questions), `cut_context`.
 
 A line is one object (Bai et al. 2024): `input` (the question; empty for summaries), `context` (one long text),
-`answers` (list), and, where known, `dataset`, `language`, `all_classes`, `length`, `_id`. The context is cut at its own
-marks ("Passage 1:") where it has them, else into paragraphs put together to passages of similar length.
+`answers` (list), and optionally `dataset`, `language`, `all_classes`, `length`, `_id`. The context is cut at its own
+marks ("Passage 1:") if it has them, else its paragraphs are joined into passages of similar length.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _SENTENCE_END = re.compile(r"(?<=[.!?])\s+")
 
 
 def read_longbench(path: str | Path, *, passage_words: int = 200, num: int | None = None) -> list[Question]:
-    """The first `num` questions of a file, or all; the family is the name of the data set, else of the file.
+    """The first `num` questions of a file, or all; the family is the name of the data set, or else of the file.
 
     Raises:
         DataError: the file is missing, empty or broken; the message names the line.
@@ -44,7 +44,7 @@ def read_longbench(path: str | Path, *, passage_words: int = 200, num: int | Non
 
 
 def cut_context(context: str, passage_words: int) -> tuple[str, ...]:
-    """Passages of a text; only those cut at marks may be much longer than `passage_words`."""
+    """Cuts a text into passages; only passages cut at marks can have more than `passage_words` words."""
     marked = [piece.strip() for piece in _MARK.split(context) if piece.strip()]
     if len(marked) > 1:
         return tuple(marked)
@@ -62,7 +62,7 @@ def cut_context(context: str, passage_words: int) -> tuple[str, ...]:
 
 
 def _pieces(context: str, passage_words: int) -> list[str]:
-    """Paragraphs; longer ones cut at the ends of sentences, and sentences at words."""
+    """Paragraphs; long ones are cut into sentences, and long sentences between words."""
     pieces: list[str] = []
     for paragraph in filter(None, map(str.strip, context.split("\n"))):
         if len(paragraph.split()) <= passage_words:

@@ -1,14 +1,14 @@
 """Generated long-context tasks in the manner of RULER (Hsieh et al. 2024): `make_ruler`.
 
     ruler-single        one needle among filler sentences
-    ruler-multi-key     one needle is asked for, others of the same form distract
+    ruler-multi-key     one needle is asked for, others with other keys distract
     ruler-multi-value   one key has several needles; all values are asked for
     ruler-multi-query   several keys are asked for at once
     ruler-variables     a chain of assignments "let B equal A"; all variables of one value are asked for
 
-The kinds of task are RULER's; sentences and words are ours, so figures must not be compared with published ones. Filler
-sentences come from a seeded grammar and hold no digits. Needles stand anywhere in the passages, those of a chain of
-variables in their order.
+The kinds of task are RULER's, but sentences and words are ours, so figures cannot be compared with published ones.
+Filler sentences come from a seeded grammar and hold no digits. Needles stand at random places in the passages; those of
+a chain of variables keep their order.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ class Size:
     """How large a task is.
 
     Attributes:
-        num_words: words of all passages together, about.
-        passage_words: words of a passage, about.
-        num_keys: keys in `ruler-multi-key`, the one that is asked for included.
+        num_words: about how many words all passages have together.
+        passage_words: about how many words a passage has.
+        num_keys: keys in `ruler-multi-key`, including the one that is asked for.
         num_values: values of the key in `ruler-multi-value`.
         num_queries: keys that `ruler-multi-query` asks for.
         num_hops: assignments of a variable to the next one in `ruler-variables`; a second chain distracts.
@@ -71,7 +71,7 @@ class Size:
 
 @dataclass(frozen=True)
 class _Needles:
-    """Facts to hide, the question about them and all its answers; `groups` keep their inner order in the text."""
+    """Facts to hide, the question about them and all its answers; the facts of a group keep their order in the text."""
 
     groups: Sequence[Sequence[str]]
     question: str
@@ -149,7 +149,7 @@ def _chain(names: Sequence[str], value: int) -> list[str]:
 
 
 def _draw_distinct(draw: random.Random, num: int) -> list[tuple[str, ...]]:
-    """Five capital letters each."""
+    """Distinct names of five capital letters each."""
     found: dict[tuple[str, ...], None] = {}
     while len(found) < num:
         found[tuple(draw.choices(string.ascii_uppercase, k=5))] = None
@@ -163,7 +163,7 @@ def _hide(draw: random.Random, groups: Sequence[Sequence[str]], size: Size) -> t
     while num_words < size.num_words:
         fillers.append(_filler(draw))
         num_words += len(fillers[-1].split())
-    # A slot is a place between two fillers. Facts of one slot are shuffled among groups, never within one.
+    # A slot is a place between two fillers. In a slot, groups are in random order, and each group's facts in order.
     slots: list[list[str]] = [[] for _ in range(len(fillers) + 1)]
     for group in draw.sample(list(groups), len(groups)):
         for slot, fact in zip(sorted(draw.choices(range(len(slots)), k=len(group))), group, strict=True):

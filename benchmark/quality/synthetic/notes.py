@@ -2,16 +2,16 @@
 
 `make_notes` draws facts, puts them into chunks and renders the chunks. A fact is one sentence of words:
 
-    owner ada cup .        needle    the same name owns one thing only
+    owner ada cup .        needle    each name owns only one thing
     alias bob ada .        alias     in a LATER chunk: bob owns what ada owns; ada may be an alias herself
     visitor cal rome .     multi     two or three times in different chunks; the answer is the places in text order
     phone dan 4 0 7 1 .    number    four digit tokens
-    cook eva .             carry     introduces a subject by its role ...
-    wearer cook red .      carry     ... which is all that a sentence of a LATER chunk calls it
+    cook eva .             carry     introduces a subject with its role
+    wearer cook red .      carry     in a LATER chunk: names the subject only by its role
 
-A name stands right before what is asked about it, so that a model that has learnt to copy can begin to answer.
-The question about a subject names neither its role nor the word for wearing, so the answer is bound to the name only
-where the role was read: in the chunk that follows the introduction. Everything else is filler words.
+A name stands directly before what is asked about it, so that a model that has learnt to copy can begin to answer.
+A carry question (`ask garb eva`) contains neither the role nor `wearer`, so the answer is connected with the name only
+where the role is read: in the later chunk, if it is computed behind the introduction. All other words are filler.
 No sentence says where its chunk stands.
 """
 
@@ -36,13 +36,13 @@ class Shape:
     Attributes:
         num_chunks: chunks per prompt.
         chunk_len: tokens per chunk.
-        num_distractors: needle facts beyond those that the other families bring along.
+        num_distractors: needle facts beside those that the other families need.
         num_carry, num_multi, num_number, num_chains: subjects, travellers, numbers and alias chains in one prompt.
         chain_depth: aliases in a chain.
-        local_carry: share of the subjects that wear something in the chunk that introduces them. For training
-            only: it teaches what a role stands for over short distances first; no evaluation has any.
-        apart: no two sentences about one traveller or of one alias chain share a chunk. Otherwise they may where
-            other chunks are full, as they must where there are fewer chunks than sentences.
+        local_carry: share of the subjects whose two carry sentences are in one chunk. Only for training, which so
+            teaches roles over short distances first; evaluations have none.
+        apart: no two sentences about one traveller or of one alias chain share a chunk. If False, they may share one
+            when too few chunks have room.
     """
 
     num_chunks: tuple[int, int] = (4, 8)
@@ -88,7 +88,7 @@ class _Fact:
 
 
 def make_notes(rng: random.Random, shape: Shape) -> Notes:
-    """Draws one prompt's notes from `rng`.
+    """Draws the notes of one prompt.
 
     Raises:
         ShapeError: the facts do not fit into the chunks; ask for longer or more chunks, or for fewer facts.
@@ -112,7 +112,7 @@ def _try_notes(rng: random.Random, shape: Shape) -> Notes | None:
         return room[chunk] >= 0
 
     def put_apart(facts: list[_Fact]) -> bool:
-        """Notes in order, each in a chunk of its own while there are enough, and only where there is room."""
+        """Puts facts in order into chunks with room, into distinct ones if there are enough; False if it fails."""
         open_chunks = [chunk for chunk in range(len(room)) if room[chunk] >= len(facts[0].words)]
         rng.shuffle(open_chunks)
         if shape.apart and len(open_chunks) < len(facts):
@@ -127,7 +127,7 @@ def _try_notes(rng: random.Random, shape: Shape) -> Notes | None:
         places = rng.sample(PLACES, min(rng.randint(2, 3), len(room)))
         if not put_apart([_sentence("visitor", traveller, place) for place in places]):
             return None
-        asked.append(Asked("multi", f"ask visitor {traveller}", ""))  # the answer is read off the rendered text
+        asked.append(Asked("multi", f"ask visitor {traveller}", ""))  # `_with_places` fills in the answer
     for _ in range(shape.num_number):
         owner = next(names)
         digits = [rng.choice(DIGITS) for _ in range(NUM_DIGITS)]
@@ -155,7 +155,7 @@ def _sentence(*words: str) -> _Fact:
 
 
 def _put_carry(rng, shape: Shape, names, put, asked: list[Asked], num_chunks: int) -> bool:
-    """Subjects, each with a role of its own: introduced in one chunk, and what it wears is told in a later one."""
+    """Puts the sentences of subjects with distinct roles: the introduction in one chunk, the colour in a later one."""
     pairs = zip(rng.sample(ROLES, shape.num_carry), rng.sample(COLOURS, shape.num_carry), strict=True)
     for role, colour in pairs:
         if rng.random() < shape.local_carry:

@@ -1,6 +1,6 @@
-"""Questions: `make_questions` gives the evaluation set of one family, exact answers included.
+"""Questions: `make_questions` makes the evaluation set of one family, with exact answers.
 
-Two seeds are held out: training refuses them, so questions made from them have never been trained on.
+Two seeds are held out: training refuses them, so no model was trained on questions made from them.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ def make_questions(
     chunk_len: tuple[int, int] = (24, 48),
     num_distractors: int = 3,
 ) -> list[Question]:
-    """`num` questions of one of `FAMILIES`, one per prompt, each with notes of its own.
+    """`num` questions of one of `FAMILIES`, one per prompt, each with its own notes.
 
-    Families share the same kind of notes, and only what is asked differs; but alias chains stand in the notes of the
-    alias families only. Ranges are inclusive, `chunk_len` is in tokens, `num_distractors` counts further needle facts.
+    All families have the same kind of notes and differ in what is asked; only the alias families have alias chains.
+    Ranges are inclusive, `chunk_len` is in tokens, `num_distractors` counts needle facts that are not asked about.
     The same arguments give the same questions.
 
     Raises:

@@ -1,7 +1,7 @@
 """Vocabulary: the words of the synthetic notes, in the order of their token ids.
 
-`WORDS` is the whole vocabulary, `encode` and `decode` are what the exported tokenizer does, one word per token.
-Every text is words joined by one space, so the ids of a text are the ids of its parts put together.
+`WORDS` is the whole vocabulary; `encode` and `decode` do what the exported tokenizer does, one word per token.
+Every text is words joined by one space, so the ids of a text are the ids of its parts, joined.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ assert len(ID_OF) == len(WORDS), "a word is listed twice"
 
 
 def encode(text: str) -> list[int]:
-    """Token ids of words joined by spaces, without the beginning-of-sequence token. A strange word is a KeyError."""
+    """Token ids of words joined by spaces, without the beginning-of-sequence token. An unknown word raises KeyError."""
     return [ID_OF[word] for word in text.split()]
 
 
