@@ -86,8 +86,9 @@ class ServerClient:
 
     def ask(self, method: str, path: str, body: Any = None) -> dict[str, Any]:
         """Sends a request and returns the JSON object of the response; raises as `send`."""
+        response = self.send(method, path, body)
         try:
-            reply = self.send(method, path, body).json()
+            reply = response.json()
         except ValueError:  # no JSON, or no text
             reply = None
         if not isinstance(reply, dict):
