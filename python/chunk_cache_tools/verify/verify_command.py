@@ -207,8 +207,7 @@ def run(args: argparse.Namespace, given: Sequence[str]) -> int:
     conditions = conditions_of(args)
     if args.prompts is not None:
         list(read_jsonl(args.prompts))  # reports a broken file before the slow imports
-    path = args.tokenizer or (_path_of_server(args) if args.is_url else args.model)
-    model = load_model(path, _name_of_server(args, path) if args.is_url else fingerprint(args.model))
+    model = _model_of_server(args) if args.is_url else load_model(args.tokenizer or args.model, fingerprint(args.model))
     if model.shape.has_states:
         if any(c.method == MethodSpec("full-reuse") for c in conditions) and args.methods:
             remedy = "name seams, which is asked at ratio 0 too"
@@ -357,17 +356,13 @@ def _told(workload: Workload | None, prompts: Sequence[TokenPrompt], conditions:
     yield from (f"passed over: {num} prompts {why}" for why, num in workload.passed_over.items())
 
 
-def _path_of_server(args: argparse.Namespace) -> str:
+def _model_of_server(args: argparse.Namespace) -> Model:
+    """Its name says address and path, and what a server that is started there anew may compute differently."""
     with ServerClient(args.model, args.api_key) as client:
-        info = client.ask("GET", "/model_info")
-        return str(info.get("tokenizer_path") or info.get("model_path"))
-
-
-def _name_of_server(args: argparse.Namespace, path: str) -> str:
-    """The address and the model, and what a server that is started there anew may compute differently."""
-    with ServerClient(args.model, args.api_key) as client:
-        info, model = client.ask("GET", "/server_info"), client.ask("GET", "/model_info")
-    return f"{args.model} {path} {info.get('dtype')} {info.get('kv_cache_dtype')} {model.get('weight_version')}"
+        model, server = client.ask("GET", "/model_info"), client.ask("GET", "/server_info")
+    path = args.tokenizer or str(model.get("tokenizer_path") or model.get("model_path"))
+    how = f"{server.get('dtype')} {server.get('kv_cache_dtype')} {model.get('weight_version')}"
+    return load_model(path, f"{args.model} {path} {how}")
 
 
 def _mean_len(prompts: Sequence[TokenPrompt]) -> float:

@@ -181,10 +181,11 @@ def _read_template(value: object, path: str, separator: str) -> str | None:
         return None
     template = check_text(value, path, separator)
     names = [name[1] for name in PLACEHOLDER.finditer(template)]
-    if names.count("text") != 1 or len(set(names)) < len(names):
-        problem = "{text} does not stand in it once" if names.count("text") != 1 else "a name stands in it twice"
-        remedy = 'give one such as "[{id}]\\n{text}\\n"; {id} and {title} may stand in it, once'
-        raise request_error(path, problem, remedy)
+    remedy = 'give one such as "[{id}]\\n{text}\\n"; {id} and {title} may stand in it, once'
+    if names.count("text") != 1:
+        raise request_error(path, "{text} does not stand in it once", remedy)
+    if len(set(names)) < len(names):
+        raise request_error(path, "a name stands in it twice", remedy)
     if len(template) > MAX_TEMPLATE_LEN:  # each passage is written with it
         problem = f"it has {len(template)} characters, and {MAX_TEMPLATE_LEN} is the limit"
         raise request_error(path, problem, "put what is said once into the prompt")

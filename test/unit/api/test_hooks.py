@@ -298,7 +298,7 @@ def test_responses_refuse_marks_and_serve_plain_text(service):
     body = {"model": service.manager.served_model_name, "store": False}
     response = service.post("/v1/responses", {**body, "input": "s<|chunk|>aa<|chunk|>q"})
     assert response.status_code == 400
-    assert "input: this route cannot mark chunks with" in response.text
+    assert "input: this route cannot mark chunks with '<|chunk|>'; use /v1/chat/completions" in response.text
     assert service.scheduler.seen == []
     response = service.post("/v1/responses", {**body, "input": "hello"})
     assert response.status_code == 200, response.text
