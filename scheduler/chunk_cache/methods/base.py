@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
+from functools import cached_property
 from typing import ClassVar, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
@@ -103,7 +104,7 @@ class Method:
     asks_words: ClassVar[bool] = False
     """Whether it ranks by how near a token stands to words of the question (`plan.question_words`)."""
 
-    @property
+    @cached_property
     def options_schema(self) -> tuple[Option, ...]:
         """All parameters, its own first; one of its own replaces the common one of the same name."""
         own = {option.name for option in self.own_options}

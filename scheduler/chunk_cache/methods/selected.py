@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cached_property
 
 from chunk_cache.methods.base import TOP_K
 from chunk_cache.methods.method_options import GROUP_BUDGET, GROUP_SIZE, Option
@@ -21,7 +22,7 @@ class CacheClip(RankedMethod):
     own_options = (TOP_K, GROUP_BUDGET)
     asks_selector = True
 
-    @property
+    @cached_property
     def options_schema(self) -> tuple[Option, ...]:
         grouping = replace(GROUP_SIZE, default=8)
         return tuple(grouping if option is GROUP_SIZE else option for option in super().options_schema)

@@ -106,22 +106,26 @@ class Fake:
         from sglang.srt.model_executor import forward_batch_info
 
         scheduler = self.local.scheduler
-        move_to_gpu(scheduler, self.gpu.module)
+        if not self.gpu.has_values:
+            move_to_gpu(scheduler, self.gpu.module)
         chunks = scheduler.tree_cache.chunks
         assembler = chunks.assembler
-        rotary = replace(chunks.layers.rotary, inv_freq=torch.empty_like(chunks.layers.rotary.inv_freq, device="cuda"))
+        rotary = chunks.layers.rotary
+        if not self.gpu.has_values:
+            rotary = replace(rotary, inv_freq=torch.empty_like(rotary.inv_freq, device="cuda"))
         layers = replace(chunks.layers, rotaries=(rotary,) * len(chunks.layers.rotaries))
         assembler._rotaries, assembler.kernel, assembler._is_cpu = layers.rotaries, "triton", False
         assembler._all_alike = assembler._alike(range(len(layers.rotaries)))
         scheduler.tree_cache.chunks = replace(chunks, layers=layers, kernel="triton", min_run_len=8)
-        forward_batch_info.support_triton = lambda _: True
+        forward_batch_info.support_triton = lambda _: not self.gpu.has_values
         runner_backend = scheduler.tp_worker.model_runner.attn_backend
         if chunks.states is not None:
             _use_kernels_of_states()
             runner_backend = runner_backend.full_attn_backend
         backend = type(runner_backend)
+        attended = torch.zeros_like if self.gpu.has_values else torch.empty_like
         for name in ("forward", "forward_extend", "forward_decode"):
-            setattr(backend, name, lambda self, q, *args, **kwargs: torch.empty_like(q))
+            setattr(backend, name, lambda self, q, *args, **kwargs: attended(q))
         backend.init_forward_metadata = _as_backends_begin
 
     def tokens(self, count: int) -> list[int]:
