@@ -319,10 +319,12 @@ def _check_not_empty(ids: Sequence[int], obj: Any, path: str) -> None:
 
 def _check_has_tokens(text: str, obj: Any, manager: Any, path: str) -> None:
     """Checks that an unmarked text has tokens: without a BOS the tokenizer may make none of it."""
-    if manager.tokenizer is None or obj.contains_mm_input():
+    if manager.tokenizer is None:
         return
     begin = text[:_BEGIN_LEN]
     ids = manager.tokenizer.encode(begin) or (manager.tokenizer.encode(text) if begin != text else [])
+    if not text and manager.mm_processor is not None and obj.contains_mm_input():
+        ids = []  # a text without a place for the image is no prompt, even behind a BOS
     _check_not_empty(ids, obj, path)
 
 

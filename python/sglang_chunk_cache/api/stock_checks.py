@@ -1,6 +1,7 @@
 """Requests that would crash a stock server, or get a 500 from it, with marks or without: each gets a 400.
 
-Verbs: `check_vocabulary` (token ids), `check_parameters` (how it is sampled, which log-probabilities are returned).
+Verbs: `check_body` (what SGLang's readers of bodies let through), `check_vocabulary` (token ids), `check_parameters`
+(how it is sampled, which log-probabilities are returned).
 `Names` has the names of the fields on a route.
 """
 
@@ -49,9 +50,34 @@ _ONE_FOR_EACH = (
 )
 """Fields of which a stock server takes the i-th entry for the i-th prompt without checking the list's length."""
 
+_TEMPLATE_ARGUMENTS = ("messages", "conversation", "tools", "add_generation_prompt", "tokenize", "return_dict")
+"""Arguments that SGLang gives a chat template itself."""
+_MOST_BIAS = 1e30
+_LEAST_PENALTY = 1e-6
+"""Beyond these a stock server may divide logits to infinity, of which it cannot sample."""
+
 GENERATE_NAMES = Names("text", "input_ids", "sampling_params", "top_logprobs_num")
 COMPLETION_NAMES = Names("prompt", "prompt", "", "logprobs")
 CHAT_NAMES = Names("messages", "messages", "", "top_logprobs")
+
+
+def check_body(body: object) -> None:
+    """Checks fields of a request on any route that only the server may set, or that may not be empty.
+
+    Raises:
+        ChunkCacheRequestError: a stock server would crash, or answer with a 500.
+    """
+    if not isinstance(body, Mapping):
+        return
+    if body.get("token_indices_to_pool") is not None:
+        raise request_error("token_indices_to_pool", "only the server sets it, for scores", "leave it out")
+    kwargs = body.get("chat_template_kwargs")
+    for name in _TEMPLATE_ARGUMENTS if isinstance(kwargs, Mapping) else ():
+        if name in kwargs:
+            raise request_error(f"chat_template_kwargs.{name}", "only the server sets it", "leave it out")
+    embeds = body.get("input_embeds")
+    if isinstance(embeds, list) and (not embeds or [] in embeds):
+        raise request_error("input_embeds", "a prompt without tokens", "give at least one token")
 
 
 def check_vocabulary(ids: Sequence[int], manager: Any, path: str) -> None:
@@ -178,8 +204,10 @@ def _check_sampling(sampling_params: object, manager: Any, names: Names) -> None
     is_list = isinstance(sampling_params, (list, tuple))
     for index, params in enumerate(each(sampling_params)):
         path = f"{names.sampling_params}[{index}]" if is_list else names.sampling_params
-        if isinstance(params, Mapping) and params.get("n", 1) is None:
-            raise request_error(f"{path}.n".lstrip("."), "null is not a number", "give one, or leave it out")
+        num = params.get("n", 1) if isinstance(params, Mapping) else 1
+        if num is None or (isinstance(num, int) and num < 1):
+            problem = "null is not a number" if num is None else f"{num} answers"
+            raise request_error(f"{path}.n".lstrip("."), problem, "give at least 1, or leave it out")
         if params is None or _sampling_problem(params, manager) is None:
             continue
         if not isinstance(params, Mapping):
@@ -199,6 +227,10 @@ def _sampling_problem(params: Any, manager: Any) -> str | None:
         built.verify(manager.model_config.vocab_size)
         if built.top_k >= 2**31:  # it becomes a tensor of 32 bits
             return "it must be below 2**31"
+        if max((built.logit_bias or {}).values(), default=0.0) > _MOST_BIAS:
+            return f"a bias must be at most {_MOST_BIAS:g}"
+        if built.repetition_penalty < _LEAST_PENALTY:
+            return f"it must be at least {_LEAST_PENALTY:g}"
         sent = msgspec.msgpack.encode(built, enc_hook=enc_hook)
         msgspec.msgpack.decode(sent, type=type(built), dec_hook=dec_hook, ext_hook=ext_hook)
     except Exception as error:  # noqa: BLE001  (any kind: stock SGLang fails with it too)

@@ -19,6 +19,7 @@ from chunk_cache.errors import ChunkCacheRequestError
 from chunk_cache.prompt.marked_body import MarkFlags, read_body
 from sglang_chunk_cache.api.exchange import Exchange
 from sglang_chunk_cache.api.prepare import may_get_reply, prepare
+from sglang_chunk_cache.api.stock_checks import check_body
 from sglang_chunk_cache.flags.server_args import attached, get_args
 
 VERTEX = "/vertex_generate"
@@ -33,6 +34,7 @@ async def read_json(original: Callable[[Any], Any], request: Any) -> Any:
         path = request.url.path.removeprefix(request.scope.get("root_path", ""))
         path = VERTEX if path == os.environ.get("AIP_PREDICT_ROUTE", VERTEX) else path
         try:
+            check_body(body)
             read_body(path, body, Exchange.of(request), MarkFlags(args.separator, args.marks, args.parts))
         except ChunkCacheRequestError as error:
             raise HTTPException(HTTPStatus.BAD_REQUEST, str(error)) from None

@@ -178,6 +178,8 @@ EMPTY = [
     ("/generate", {"text": ""}, "text"),
     ("/generate", {"text": ["", ""]}, "text[0]"),
     ("/generate", {"text": ["a", ""]}, "text[1]"),
+    ("/generate", {"text": "", "image_data": "x"}, "text"),  # which a model that sees none leaves out
+    ("/generate", {"text": ["a", ""], "image_data": ["x", "y"]}, "text[1]"),
     ("/generate", {"input_ids": []}, "input_ids"),
     ("/v1/completions", {"prompt": ""}, ""),  # "Prompt cannot be empty", says SGLang
     ("/v1/completions", {"prompt": ["", "a"]}, "prompt[0]"),

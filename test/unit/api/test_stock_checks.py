@@ -68,6 +68,15 @@ def test_a_pattern_that_is_none(service, seen, route):
     ("body", "message"),
     [
         ({"sampling_params": {"n": None}}, "sampling_params.n: null is not a number; "),
+        ({"sampling_params": {"n": 0}}, "sampling_params.n: 0 answers; give at least 1"),
+        (
+            {"sampling_params": {"logit_bias": {"5": 1e39}}},
+            "sampling_params.logit_bias: {'5': 1e+39} cannot be used: a ",
+        ),
+        ({"sampling_params": {"repetition_penalty": 1e-40}}, "sampling_params.repetition_penalty: 1e-40 cannot be "),
+        ({"token_indices_to_pool": [99]}, "token_indices_to_pool: only the server sets it"),
+        ({"token_indices_to_pool": []}, "token_indices_to_pool: only the server sets it"),
+        ({"text": None, "input_embeds": [[]]}, "input_embeds: a prompt without tokens; "),
         ({"text": ["a", "b"], "sampling_params": [{}, {"n": None}]}, "sampling_params[1].n: null is not a number; "),
         ({"positional_embed_overrides": "x"}, "positional_embed_overrides: 'x' is no PositionalEmbeds; leave it out"),
         ({"positional_embed_overrides": [{}]}, "positional_embed_overrides: [{}] is no PositionalEmbeds; leave it out"),
@@ -94,6 +103,26 @@ def test_a_pattern_that_is_none(service, seen, route):
 )
 def test_what_is_a_500_of_stock(service, seen, body, message, stream):
     response = service.post("/generate", {"text": "a", **body, "return_logprob": True, **body, "stream": stream})
+    assert response.status_code == 400, response.text
+    assert message in response.text
+    assert not seen
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("field", "message"),
+    [
+        ({"n": 0}, "n: 0 answers; give at least 1, or leave it out"),
+        ({"n": -1}, "n: -1 answers; "),
+        ({"logit_bias": {"5": 1e39}}, "logit_bias: "),
+        ({"chat_template_kwargs": {"add_generation_prompt": False}}, "chat_template_kwargs.add_generation_prompt: "),
+        ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs.tokenize: only the server sets it; "),
+    ],
+    ids=str,
+)
+def test_what_is_a_500_of_stock_in_a_chat(service, seen, field, message, stream):
+    body = {"model": "m", "messages": [{"role": "user", "content": "a"}], "stream": stream}
+    response = service.post("/v1/chat/completions", {**body, "stream_options": {"include_usage": True}, **field})
     assert response.status_code == 400, response.text
     assert message in response.text
     assert not seen
