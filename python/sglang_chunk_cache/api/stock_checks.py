@@ -72,8 +72,8 @@ def check_body(body: object) -> None:
     if body.get("token_indices_to_pool") is not None:
         raise request_error("token_indices_to_pool", "only the server sets it, for scores", "leave it out")
     kwargs = body.get("chat_template_kwargs")
-    for name in _TEMPLATE_ARGUMENTS if isinstance(kwargs, Mapping) else ():
-        if name in kwargs:
+    for name in kwargs if isinstance(kwargs, Mapping) else ():
+        if name in _TEMPLATE_ARGUMENTS:
             raise request_error(f"chat_template_kwargs.{name}", "only the server sets it", "leave it out")
     embeds = body.get("input_embeds")
     if isinstance(embeds, list) and (not embeds or [] in embeds):
@@ -206,8 +206,8 @@ def _check_sampling(sampling_params: object, manager: Any, names: Names) -> None
         path = f"{names.sampling_params}[{index}]" if is_list else names.sampling_params
         num = params.get("n", 1) if isinstance(params, Mapping) else 1
         if num is None or (isinstance(num, int) and num < 1):
-            problem = "null is not a number" if num is None else f"{num} answers"
-            raise request_error(f"{path}.n".lstrip("."), problem, "give at least 1, or leave it out")
+            wrong = "null is not a number" if num is None else f"{num} answers"
+            raise request_error(f"{path}.n".lstrip("."), wrong, "give at least 1, or leave it out")
         if params is None or _sampling_problem(params, manager) is None:
             continue
         if not isinstance(params, Mapping):
