@@ -37,7 +37,7 @@ from chunk_cache.index.variant import NodeHome, PathHome, PathTokens, Variant
 from chunk_cache.keys import Partition, chunk_key, chunk_keys
 from chunk_cache.methods import METHODS, Ranking
 from chunk_cache.options.request_options import RequestOptions
-from chunk_cache.plan.planning import make_plan
+from chunk_cache.plan.planning import PlanSettings, make_plan
 
 Rankings: TypeAlias = "np.ndarray[tuple[int, int, int], np.dtype[np.float32]]"
 PARTITION = Partition()
@@ -139,6 +139,7 @@ def measure(
     chunk_len = len(filled.chunks[0])
     spans = tuple((PREFIX_LEN + i * chunk_len, PREFIX_LEN + (i + 1) * chunk_len) for i in range(num_marked))
     opts = RequestOptions(spans=spans, method=method)
+    settings = PlanSettings(default_method="epic", default_ratio=0.15, page_size=page_size, alpha=1.0)
     samples: dict[str, list[float]] = {"keys": [], "lookups": [], "plan": [], "touch": [], "all": [], "all, cpu": []}
     for _ in range(num_prompts):
         prompt = array("q", bytes(8 * PREFIX_LEN))
@@ -154,18 +155,14 @@ def measure(
         ]
         times.append(time.perf_counter())
         plan = make_plan(
-            opts=opts,
-            default_method="epic",
-            default_ratio=0.15,
+            opts,
+            settings,
             prompt_len=len(prompt),
             prefix_len=PREFIX_LEN,
             max_prefix_len=len(prompt) - 1,
-            page_size=page_size,
             lookups=lookups,
-            min_reuse_len=1,
             chunk_keys=keys,
             rankings=rankings_of(method, lookups),
-            alpha=1.0,
         )
         times.append(time.perf_counter())
         for lookup in lookups:

@@ -180,7 +180,11 @@ class _Held:
 
 
 class _Follower:
-    """The state of one replica, kept up to date by its events."""
+    """The state of one replica, kept up to date by its events.
+
+    Batches are applied in the order of their numbers. If one is missing, live ones wait in `_ahead`, and a replay of
+    the missing ones is asked for; so it is at the start, and if nothing was heard for a while.
+    """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], source: Source) -> None:
         self.held = _Held()
@@ -192,47 +196,51 @@ class _Follower:
         self.replay.setsockopt(zmq.IMMEDIATE, 1)  # queues no request for a replica that is not there
         self.replay.connect(source.replay_endpoint)
         self._endpoint = source.endpoint
+        self._heard_at = time.monotonic()
         self._instance: str | None = None
         """Server instance that the sequence numbers belong to; None = no batch was applied yet."""
         self._next = 0
+        """Number of the next batch to apply."""
         self._ahead: dict[int, Batch] = {}
         """Live batches behind a gap, by sequence number."""
-        self._heard_at = time.monotonic()
-        self._asked_at: float | None = None
+        self._replay_at: float | None = None
         """Time of the replay request, or of the last batch of its answer; None = no replay is in progress."""
-        self._asked_from = 0
-        self._is_answered = False
+        self._replay_begin = 0
+        """Number of the first batch that it asks for."""
+        self._has_replayed = False
+        """Whether it was answered with a batch."""
 
     def read(self, now: float) -> None:
         """Takes what has arrived, and asks for what is missing."""
-        for seq, payload in _arrived(self.replay):
-            self._heard_at = now
-            if seq == END_SEQ:
-                self._end()
-            elif (batch := self._batch(payload)) is not None:
-                self._asked_at = now
-                self._take_replayed(int.from_bytes(seq, "big"), batch)
-        for seq, payload in _arrived(self.live):
-            self._heard_at = now
-            if (batch := self._batch(payload)) is not None:
-                self._take_live(int.from_bytes(seq, "big"), batch)
+        for seq, batch in self._arrived(self.replay, now):
+            self._replay_at = now
+            self._take_replayed(seq, batch)
+        for seq, batch in self._arrived(self.live, now):
+            self._take_live(seq, batch)
         if self.is_known and now - self._heard_at > LOST_S:
             logger.warning("Chunk holders: %s does not answer", self._endpoint)
             self._forget()
         is_due = not self.is_known or self._ahead or now - self._heard_at > CHECK_S
-        if is_due and (self._asked_at is None or now - self._asked_at > LOST_S):
+        if is_due and (self._replay_at is None or now - self._replay_at > LOST_S):
             self._ask(now)
 
-    def _batch(self, payload: bytes) -> Batch | None:
-        try:
-            return read_batch(payload)
-        except msgspec.DecodeError as error:
-            logger.warning("Chunk holders: %s sends what is not of ours: %s", self._endpoint, error)
-            return None
+    def _arrived(self, socket: zmq.Socket[bytes], now: float) -> Iterator[tuple[int, Batch]]:
+        """Yields numbers and batches that have arrived; the first of a new server has the old one forgotten."""
+        for seq, payload in _messages(socket):
+            self._heard_at = now
+            if seq == END_SEQ:
+                self._end_replay()
+                continue
+            try:
+                batch = read_batch(payload)
+            except msgspec.DecodeError as error:
+                logger.warning("Chunk holders: %s sends what is not of ours: %s", self._endpoint, error)
+                continue
+            if self._instance not in (None, batch.instance):
+                self._forget()
+            yield int.from_bytes(seq, "big"), batch
 
     def _take_live(self, seq: int, batch: Batch) -> None:
-        if self._instance not in (None, batch.instance):
-            self._forget()
         if self._instance is None and seq == 0:
             self._instance = batch.instance
         if seq == self._next and batch.instance == self._instance:
@@ -241,10 +249,8 @@ class _Follower:
             self._ahead[seq] = batch
 
     def _take_replayed(self, seq: int, batch: Batch) -> None:
-        self._is_answered = True
-        if self._instance not in (None, batch.instance):
-            self._forget()
-        if self._asked_from > self._next:
+        self._has_replayed = True
+        if self._replay_begin > self._next:
             return  # the answer to a request that counted by the numbers of an earlier server
         if self._instance is None or seq > self._next:  # the batches before `seq` are lost
             self.held.clear()
@@ -259,13 +265,13 @@ class _Follower:
             self._next += 1
             following = self._ahead.pop(self._next, None)
 
-    def _end(self) -> None:
+    def _end_replay(self) -> None:
         """Ends a replay: everything that was asked for has arrived."""
-        self._asked_at = None
+        self._replay_at = None
         self._ahead = {seq: batch for seq, batch in self._ahead.items() if seq > self._next}
-        if self._asked_from < self._next and not self._is_answered:
+        if self._replay_begin < self._next and not self._has_replayed:
             self._forget()  # the server does not have the batch it has sent before: it was restarted
-        elif self._asked_from <= self._next:
+        elif self._replay_begin <= self._next:
             self.is_known = True
 
     def _forget(self) -> None:
@@ -276,16 +282,16 @@ class _Follower:
 
     def _ask(self, now: float) -> None:
         """Asks for all batches from the last applied one on; that one tells whether it is still the same server."""
-        asked_from = max(0, self._next - 1)
+        begin = max(0, self._next - 1)
         with suppress(zmq.Again):  # the replica is not there
-            self.replay.send_multipart((b"", asked_from.to_bytes(8, "big")), zmq.NOBLOCK)
-            self._asked_at, self._asked_from, self._is_answered = now, asked_from, False
+            self.replay.send_multipart((b"", begin.to_bytes(8, "big")), zmq.NOBLOCK)
+            self._replay_at, self._replay_begin, self._has_replayed = now, begin, False
 
 
-def _arrived(socket: zmq.Socket[bytes], at_most: int = 1000) -> Iterator[tuple[bytes, bytes]]:
-    """Sequence numbers and payloads that have arrived."""
+def _messages(socket: zmq.Socket[bytes]) -> Iterator[tuple[bytes, bytes]]:
+    """Sequence numbers and payloads that have arrived, some of them if there are many."""
     with suppress(zmq.Again):
-        for _ in range(at_most):
+        for _ in range(1000):
             frames = socket.recv_multipart(zmq.NOBLOCK)
             if len(frames) > 1:  # else somebody else's
                 yield frames[-2], frames[-1]

@@ -36,7 +36,7 @@ from chunk_cache.options.config import Config
 from chunk_cache.options.kept_tokens import KeptTokens, plan_kept
 from chunk_cache.options.request_options import EXACT_MODES
 from chunk_cache.plan.chunk_plan import ChunkPlan
-from chunk_cache.plan.planning import make_plan, replan_without_load
+from chunk_cache.plan.planning import PlanSettings, make_plan, replan_without_load
 from chunk_cache.plan.question_words import QuestionWords
 from chunk_cache.plan.recompute_plan import RecomputePlan
 from chunk_cache.plan.selection_plan import question_of
@@ -70,9 +70,8 @@ class ChunkManager:
         method, ratio: the server's, for requests that name none.
         page_size: tokens per page of the store.
         capacity: tokens that the store holds; None = any number.
-        max_unknown_rows, step_len: as in `make_plan`.
+        max_unknown_rows, step_len, has_states: as of `PlanSettings`.
         words: the words of the model's tokenizer, for methods that ask for them.
-        has_states: as in `make_plan`.
     """
 
     def __init__(
@@ -99,12 +98,20 @@ class ChunkManager:
             ageing=config.ageing,
             partition_share=config.partition_share,
         )
-        self._method = method
-        self._ratio = ratio
-        self._page_size = page_size
-        self._max_unknown_rows, self._step_len = max_unknown_rows, step_len
+        self._settings = PlanSettings(
+            default_method=method,
+            default_ratio=ratio,
+            default_options=config.options,
+            page_size=page_size,
+            min_reuse_len=config.min_reuse_len,
+            alpha=config.alpha,
+            max_cfo=config.max_cfo,
+            max_unknown_rows=max_unknown_rows,
+            step_len=step_len,
+            seam_len=config.seam_len,
+            has_states=has_states,
+        )
         self._words = words or QuestionWords()
-        self._has_states = has_states
         self._max_unit_cfo = math.inf if config.max_cfo is None else config.max_cfo / (config.alpha or 1.0)
         self._is_trust_limited = config.trust == "warmed"
         self._is_system_fixed = config.system_prompts == "same" or self._is_trust_limited
@@ -153,7 +160,7 @@ class ChunkManager:
         if prompt.options.mode in ("off", *EXACT_MODES):
             return
         for i, key in enumerate(prompt.keys):
-            if i == prompt.to_prepare or (self._has_states and prompt.length(i) <= self.config.seam_len):
+            if i == prompt.to_prepare or (self._settings.has_states and prompt.length(i) <= self.config.seam_len):
                 continue
             found = self.look_up(prompt, i)
             if found.variant is None or found.share_to_compute or found.variant.generation:
@@ -235,11 +242,12 @@ class ChunkManager:
             reasons: by chunk key, why a chunk that the pool does not have could not be loaded from a tier.
             num_generated: generated tokens at the end of the prompt, if the request was retracted.
         """
-        method, ratio, no_load = self._method, self._ratio, "unsupported" if prompt.unsupported else None
+        settings, no_load = self._settings, "unsupported" if prompt.unsupported else None
         if decision is not None and decision.step is not None:
-            method, ratio = decision.step.method, decision.step.ratio
+            settings = replace(settings, default_method=decision.step.method, default_ratio=decision.step.ratio)
         elif decision is not None:
             no_load = no_load or "target"
+        method, ratio = settings.default_method, settings.default_ratio
         asked = prompt_len, prefix_len, max_prefix_len, limit_reason, method, ratio, reasons, prompt.answer, no_load
         memo = prompt.memo
         if memo.plan is not None and memo.plan_of == (self._version, asked):
@@ -253,26 +261,16 @@ class ChunkManager:
             for i, (_, end) in enumerate(opts.spans)
         ]
         memo.plan = make_plan(
-            opts=opts,
-            default_method=method,
-            default_ratio=ratio,
-            default_options=self.config.options,
+            opts,
+            settings,
             prompt_len=prompt_len,
             prefix_len=prefix_len,
             max_prefix_len=max_prefix_len,
-            page_size=self._page_size,
             lookups=lookups,
-            min_reuse_len=self.config.min_reuse_len,
             chunk_keys=prompt.keys,
             rankings=self._rankings(prompt, method, lookups, question),
-            selector_reason=self._selector_reason(prompt, method),
-            alpha=self.config.alpha,
-            max_cfo=self.config.max_cfo,
             limit_reason=limit_reason,
-            max_unknown_rows=self._max_unknown_rows,
-            step_len=self._step_len,
-            seam_len=self.config.seam_len,
-            has_states=self._has_states,
+            selector_reason=self._selector_reason(prompt, method),
             rope_starts=prompt.rope_starts,
             images=prompt.images,
         )

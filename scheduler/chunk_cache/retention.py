@@ -48,7 +48,7 @@ class Retention:
     Attributes:
         look_up, stored_len: `look_up` and `_stored_len` of `ChunkManager`.
         capacity: tokens that the store holds; None = any number.
-        has_states: as in `make_plan`.
+        has_states: as of `PlanSettings`.
     """
 
     config: Config

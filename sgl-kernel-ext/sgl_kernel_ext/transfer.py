@@ -1,8 +1,9 @@
 """Transfers between host and device that nobody waits for.
 
-    upload        several host arrays to the device, in one copy
-    Download      one tensor of the device to the host: it is read once it is there
-    host_buffer   memory of the host for such copies
+    upload         several host arrays to the device, in one copy
+    upload_groups  the same for several lists of arrays, which come back as lists
+    Download       one tensor of the device to the host: it is read once it is there
+    host_buffer    memory of the host for such copies
 
 All use page-locked memory: with any other, the driver may let a copy wait for the stream.
 """
@@ -41,6 +42,13 @@ def upload(arrays: Sequence[npt.NDArray[Any]], device: torch.device | str) -> li
         for i, view in zip(group, same.split([arrays[i].size for i in group]), strict=True):
             uploaded[i] = view if arrays[i].ndim == 1 else view.view(arrays[i].shape)
     return [tensor for tensor in uploaded if tensor is not None]
+
+
+def upload_groups(groups: Sequence[Sequence[npt.NDArray[Any]]], device: torch.device | str) -> list[list[torch.Tensor]]:
+    """The arrays of all groups on `device`, by one copy as of `upload`; a list for each group, some of them empty."""
+    arrays = [array for group in groups for array in group]
+    uploaded = iter(upload(arrays, device) if arrays else ())
+    return [[next(uploaded) for _ in group] for group in groups]
 
 
 def host_buffer(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

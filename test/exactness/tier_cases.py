@@ -131,13 +131,13 @@ def land(s: Session, chunk: list[int]) -> None:
     assert tiers.bring_in("another")[key] == ("disk", None)
 
 
-def num_landing(s: Session) -> int:
+def num_arriving(s: Session) -> int:
     chunks = s.local.cache.chunks
-    return sum(chunks.landings.of(variant) is not None for variant in chunks.manager.index)
+    return sum(chunks.partial_loads.of(variant) is not None for variant in chunks.manager.index)
 
 
 def case_room_is_needed_for_the_load_itself(s: Session) -> dict[str, Any]:
-    """All landings give way to the load of a request, also that which it was to read."""
+    """All partial loads give way to the load of a request, also that which it was to read."""
     chunk, other = s.chunks(30, 90)
     store(s, [chunk, other])
     probe = s.prompt([s.tokens(5), chunk])
@@ -146,10 +146,10 @@ def case_room_is_needed_for_the_load_itself(s: Session) -> dict[str, Any]:
     def with_a_full_pool(load: Callable[[Any], Any], params: Any) -> Any:
         land(s, other)
         allocator = s.local.cache.token_to_kv_pool_allocator
-        num_open.append(num_landing(s))
+        num_open.append(num_arriving(s))
         held = allocator.alloc(allocator.available_size() - 1)
         result = load(params)
-        num_open.append(num_landing(s))
+        num_open.append(num_arriving(s))
         allocator.free(held)
         return result
 
@@ -171,9 +171,9 @@ def case_room_is_needed_between_admission_and_forward(s: Session) -> dict[str, A
 
     def then_evict_everything(load: Callable[[Any], Any], params: Any) -> Any:
         result = load(params)
-        num_open.append(num_landing(s))
+        num_open.append(num_arriving(s))
         cache.evict(EvictParams(num_tokens=cache.token_to_kv_pool_allocator.size))
-        num_open.append(num_landing(s))
+        num_open.append(num_arriving(s))
         return result
 
     with around_loads(s, then_evict_everything):

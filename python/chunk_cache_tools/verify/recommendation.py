@@ -95,7 +95,7 @@ class Verdict:
     num_more: int | None = None
 
 
-def bounds_of(values: Floats, level: float, seed: int = 0) -> tuple[float, float]:
+def bounds_of(values: Floats, level: float) -> tuple[float, float]:
     """Lower and upper bound of the mean, each missed with a probability of about `level`.
 
     If all values are equal, both bounds are that value, which does not prove that other prompts would have it. If too
@@ -107,7 +107,7 @@ def bounds_of(values: Floats, level: float, seed: int = 0) -> tuple[float, float
         return -math.inf, math.inf
     if spread == 0:
         return mean, mean
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     drawn = values[rng.integers(0, num, (NUM_RESAMPLES, num))]
     offs = drawn.mean(axis=1) - mean
     spreads = drawn.std(axis=1, ddof=1)
@@ -118,12 +118,12 @@ def bounds_of(values: Floats, level: float, seed: int = 0) -> tuple[float, float
     return mean - float(low) * scale, mean - float(high) * scale
 
 
-def judge(measured: Sequence[Measured], target: float, confidence: float = CONFIDENCE) -> list[Judged]:
+def judge(measured: Sequence[Measured], target: float) -> list[Judged]:
     """Judges all conditions; returns them in the order given."""
     families: dict[str, list[Measured]] = {}
     for one in measured:
         families.setdefault(family_of(one.condition), []).append(one)
-    level = (1 - confidence) / max(1, len(families))
+    level = (1 - CONFIDENCE) / max(1, len(families))
     judged: dict[int, Judged] = {}
     for members in families.values():
         ended = False
@@ -135,7 +135,7 @@ def judge(measured: Sequence[Measured], target: float, confidence: float = CONFI
     return [judged[id(one)] for one in measured]
 
 
-def recommend(judged: Sequence[Judged], target: float, confidence: float = CONFIDENCE) -> Verdict:
+def recommend(judged: Sequence[Judged], target: float) -> Verdict:
     """The verdict on at least one condition; all must have the same prompts."""
     assert judged, "nothing was measured"
     num = len(judged[0].measured.losses)
@@ -145,7 +145,7 @@ def recommend(judged: Sequence[Judged], target: float, confidence: float = CONFI
     holding = [one for one in worth if one.holds]
     if holding and num >= MIN_PROMPTS:
         return Verdict(Outcome.REUSE, chosen=min(holding, key=lambda one: (one.measured.rows, one.loss)))
-    level = (1 - confidence) / len({family_of(one.measured.condition) for one in judged})
+    level = (1 - CONFIDENCE) / len({family_of(one.measured.condition) for one in judged})
     hopeful = [one for one in worth if one.loss < target and not one.holds_only_alone]
     if hopeful:
         wanted = [needed(one.measured.losses, target, level) for one in hopeful]

@@ -113,31 +113,34 @@ def _parser() -> CommandParser:
 
 def parse_args(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """The options of this command, and the flags of the server behind `--`."""
-    parser = _parser()
-    given = list(argv)
+    parser, given = _parser(), list(argv)
     cut = given.index("--") if "--" in given else len(given)
-    args = parser.parse_args(given[:cut])
+    args, flags = parser.parse_args(given[:cut]), given[cut + 1 :]
     if args.url is not None:  # the first argument is then the prompts
         if args.prompts is not None:
             parser.error(f"--url {args.url}: {args.model} is named too; leave one of them out")
         args.model, args.prompts = args.url, args.model
     if args.model is None:
         parser.error("the following arguments are required: MODEL_OR_URL")
+    args.is_url = args.model.startswith(("http://", "https://"))
+    args.stored = args.stored or (SHUFFLED if args.alphas else WARMED)
+    for problem in _problems(args, flags):
+        parser.error(problem)
+    return args, flags
+
+
+def _problems(args: argparse.Namespace, flags: Sequence[str]) -> Iterator[str]:
+    """Yields what is wrong with the values of options."""
     for name in ("num", "max_new_tokens"):
         if getattr(args, name) < 1:
-            parser.error(f"--{name.replace('_', '-')}: at least 1")
+            yield f"--{name.replace('_', '-')}: at least 1"
     if not 0 < args.target < math.inf:
-        parser.error(f"--target: {args.target:g} is not above 0; 0.05 is the default")
-    if bad := [ratio for ratio in args.ratios if not 0 <= ratio <= 1]:
-        parser.error(f"--ratios: {bad[0]:g} is not in [0, 1]")
-    if bad := [alpha for alpha in args.alphas if not 0 < alpha <= ALPHA.maximum]:
-        parser.error(f"--alphas: {bad[0]:g} is not above 0 and at most {ALPHA.maximum:g}")
-    args.is_url = args.model.startswith(("http://", "https://"))
-    flags = given[cut + 1 :]
+        yield f"--target: {args.target:g} is not above 0; 0.05 is the default"
+    yield from (f"--ratios: {ratio:g} is not in [0, 1]" for ratio in args.ratios if not 0 <= ratio <= 1)
+    bad_alphas = [alpha for alpha in args.alphas if not 0 < alpha <= ALPHA.maximum]
+    yield from (f"--alphas: {alpha:g} is not above 0 and at most {ALPHA.maximum:g}" for alpha in bad_alphas)
     if args.is_url and flags:
-        parser.error(f"-- {flags[0]}: a running server has its flags; leave them out, or name the model")
-    args.stored = args.stored or (SHUFFLED if args.alphas else WARMED)
-    return args, flags
+        yield f"-- {flags[0]}: a running server has its flags; leave them out, or name the model"
 
 
 def conditions_of(args: argparse.Namespace, default: Sequence[str] = METHODS) -> list[Condition]:

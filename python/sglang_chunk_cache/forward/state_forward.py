@@ -179,7 +179,7 @@ class StateForward:
             if find_starts is not None:
                 find_starts(stock, given)
             result = stock(**given)
-            rules = iter([rule for group in one.rule_groups for rule in _rules(*group, stock, given)])
+            rules = iter([rule for rows, borders in one.rule_groups for rule in _rules(rows, borders, stock, given)])
             for taking in one.takings:
                 tail = mixed_qkv[max(taking.begin, taking.end - self._layers.layout.width) : taking.end].T
                 rule = () if taking.rule_begin == taking.end else (next(rules),)

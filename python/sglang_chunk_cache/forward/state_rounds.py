@@ -5,7 +5,6 @@ Verbs: `runs_of` (a request's rows), `round_of` (runs that are computed together
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +14,7 @@ import numpy.typing as npt
 import torch
 
 from chunk_cache.index.transition_store import ChunkTransitions
-from sgl_kernel_ext.transfer import upload
+from sgl_kernel_ext.transfer import upload_groups
 from sglang_chunk_cache.forward.runs import Runs, run_fields
 from sglang_chunk_cache.kv.transition import LayerTransition, Transition
 
@@ -142,7 +141,7 @@ class Round:
     """
 
     takings: list[Taking]
-    rule_groups: list[tuple[torch.Tensor, torch.Tensor]]
+    rule_groups: list[list[torch.Tensor]]
     rows: torch.Tensor | None = None
     fields: dict[str, Any] = field(default_factory=dict)
     chain: Chain | None = None
@@ -170,35 +169,34 @@ def round_of(
                 takings.append(Taking(wanted, at + wanted.begin, at + wanted.end))
         first += run.length
     ranges = [(taking.rule_begin, taking.end) for taking in takings if taking.rule_begin < taking.end]
-    of_rules: list[npt.NDArray[Any]] = []
-    for group in (ranges[i : i + MOST_TAKEN] for i in range(0, len(ranges), MOST_TAKEN)):
-        of_rules.append(np.concatenate([np.arange(*one) for one in group]))
-        of_rules.append(np.cumsum([0, *(end - begin for begin, end in group)]).astype(np.int32))
-    num_groups = len(of_rules) // 2
+    rules = [
+        [np.concatenate([np.arange(*one) for one in group]), _borders([end - begin for begin, end in group])]
+        for group in (ranges[i : i + MOST_TAKEN] for i in range(0, len(ranges), MOST_TAKEN))
+    ]
     if is_stock:
-        uploaded = iter(upload(of_rules, device) if of_rules else [])
-        return Round(takings, [(next(uploaded), next(uploaded)) for _ in range(num_groups)])
+        return Round(takings, upload_groups(rules, device))
     runs = Runs(
         np.array([run.request.pool_row for run in own]),
         np.array([run.start for run in own]),
         np.array([run.length for run in own]),
     )
     rows = np.concatenate([np.arange(run.first, run.first + run.length) for run in own])
-    chained: list[npt.NDArray[Any]] = []
+    gaps = [] if step_lens is None else [(i, run.gap) for i, run in enumerate(own) if run.gap is not None]
+    num_parts = max((gap.transition.num_rules for _, gap in gaps), default=0)
+    gap_runs = [np.array([i for i, gap in gaps if gap.transition.num_rules > part]) for part in range(num_parts)]
+    chained = [] if step_lens is None else _chain_arrays([run.length for run in own], step_lens)
+    groups = [*rules, [rows], chained, gap_runs, runs.arrays()]
+    *rule_groups, (own_rows,), of_chain, of_gaps, per_run = upload_groups(groups, device)
+    chain = None
     if step_lens is not None:
-        gaps = [(i, run.gap) for i, run in enumerate(own) if run.gap is not None]
-        chained = _chain_arrays([run.length for run in own], step_lens)
-        num_parts = max((gap.transition.num_rules for _, gap in gaps), default=0)
-        for part in range(num_parts):
-            chained.append(np.array([i for i, gap in gaps if gap.transition.num_rules > part]))
-    uploaded = iter(upload([*of_rules, rows, *chained, *runs.arrays()], device))
-    made = Round(takings, [(next(uploaded), next(uploaded)) for _ in range(num_groups)], next(uploaded))
-    if step_lens is not None:
-        chain_rows, borders, next_runs, last_runs = itertools.islice(uploaded, 4)
-        gap_runs = [next(uploaded) for _ in range(num_parts)]
-        made.chain = Chain(step_lens, chain_rows, borders, next_runs, last_runs, gaps, gap_runs)
-    made.fields = run_fields(runs, list(uploaded)) | dict.fromkeys(TRACKING)
-    return made
+        chain_rows, borders, next_runs, last_runs = of_chain
+        chain = Chain(step_lens, chain_rows, borders, next_runs, last_runs, gaps, of_gaps)
+    return Round(takings, rule_groups, own_rows, run_fields(runs, per_run) | dict.fromkeys(TRACKING), chain)
+
+
+def _borders(lens: Sequence[int]) -> npt.NDArray[np.int32]:
+    """Where sequences of these lengths begin, and where the last ends."""
+    return np.cumsum([0, *lens]).astype(np.int32)
 
 
 def _chain_arrays(lens: Sequence[int], step_lens: Sequence[int]) -> list[npt.NDArray[Any]]:
@@ -207,6 +205,6 @@ def _chain_arrays(lens: Sequence[int], step_lens: Sequence[int]) -> list[npt.NDA
     next_of = {firsts[k] + i: firsts[k + 1] + i for k, num in enumerate(step_lens[1:]) for i in range(num)}
     last_runs = [max(firsts[k] + i for k, num in enumerate(step_lens) if i < num) for i in range(step_lens[0])]
     rows = [np.arange(begins[run], begins[run + 1]) for run in next_of]
-    borders = np.cumsum([0, *(len(one) for one in rows)]).astype(np.int32)
     none = np.empty(0, dtype=np.int64)
-    return [np.concatenate([none, *rows]), borders, np.array([*next_of.values()], dtype=np.int32), np.array(last_runs)]
+    next_runs = np.array([*next_of.values()], dtype=np.int32)
+    return [np.concatenate([none, *rows]), _borders([*map(len, rows)]), next_runs, np.array(last_runs)]

@@ -104,11 +104,11 @@ def _target_forward(
         assert [part.batch.extend_num_tokens for part in parts] == [told], "ranks compute as many rows as they told"
     forward = partial(Forward, parts, added, tail_lens=_tail_lens(batch), first_rows=first_rows)
     copies = [layer_copy for one in added for layer_copy in one.layer_copies]
-    if chunks.landings is None or not copies:
+    if chunks.partial_loads is None or not copies:
         return forward(timing=_timing(chunks, batch, added))
     # Not timed: a forward that waits for layers does not show how long computing takes.
-    instead = partial(_without_loads, fused, chunks, chunks.landings, added)
-    return forward(loads=chunks.landings.loads(copies), instead=instead)
+    instead = partial(_without_loads, fused, chunks, chunks.partial_loads, added)
+    return forward(loads=chunks.partial_loads.loads(copies), instead=instead)
 
 
 def _states_of(chunks: ChunkRuntime) -> States | None:
@@ -135,7 +135,7 @@ def _draft_forward(fused: FusedBatch, added: Sequence[AddedRows]) -> Forward:
 
 
 def _without_loads(
-    fused: FusedBatch, chunks: ChunkRuntime, landings: PartialLoads, added: Sequence[AddedRows], reason: str
+    fused: FusedBatch, chunks: ChunkRuntime, partial_loads: PartialLoads, added: Sequence[AddedRows], reason: str
 ) -> Forward:
     """The same batch again, with every token computed in requests whose layers were still to arrive."""
     batch = fused.batch
@@ -143,7 +143,7 @@ def _without_loads(
         if one.load is None or one.state is None or not one.layer_copies:
             continue
         for layer_copy in one.layer_copies:
-            landings.fail(layer_copy.landing)
+            partial_loads.fail(layer_copy.partial)
         logger.warning("Chunk cache: %s is computed in full, a chunk did not arrive (%s)", req.rid, reason)
         plan = one.state.admission.plan
         assert plan is not None

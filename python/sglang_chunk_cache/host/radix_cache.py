@@ -214,7 +214,7 @@ class ChunkRadixCache(UnifiedRadixCache):
             chunks.tiers.save_victims(chunks.manager.index.victims(chunks.store.shares.above), num_tokens)
         result = evict(params)
         num_missing = params.num_tokens - result.num_tokens_evicted
-        if num_missing > 0 and chunks.landings is not None and chunks.landings.give_way():
+        if num_missing > 0 and chunks.partial_loads is not None and chunks.partial_loads.give_way():
             result.num_tokens_evicted += evict(dataclasses.replace(params, num_tokens=num_missing)).num_tokens_evicted
         if result.num_tokens_evicted:
             chunks.store.note_change()
@@ -294,8 +294,8 @@ class ChunkRadixCache(UnifiedRadixCache):
                 chunks.discoverer.clear()
             if chunks.tiers is not None:
                 chunks.tiers.flush()
-            if chunks.landings is not None:
-                chunks.landings.clear()
+            if chunks.partial_loads is not None:
+                chunks.partial_loads.clear()
 
 
 def _allow_nodes_without_state(component: Any) -> None:

@@ -122,8 +122,8 @@ class ChunkScheduler(Scheduler):
         tiers, queue = self._chunks.tiers, self.waiting_queue
         if tiers is not None:
             tiers.poll([req.rid for req in waiting(self)])
-        if self._chunks.landings is not None:
-            self._chunks.landings.poll()
+        if self._chunks.partial_loads is not None:
+            self._chunks.partial_loads.poll()
         if self._chunks.events is not None:
             self._chunks.events.publish()
         held = {id(req) for req in queue if self._is_held(req)}

@@ -1,4 +1,4 @@
-"""PartialLoads: variants that are in the KV pool already, although not all of their layers have arrived ("landings").
+"""PartialLoads: variants that are in the KV pool already, although not all of their layers have arrived.
 
 Verbs: `open` (a node of the tree waits for its KV), `loads` (a forward reads such nodes layer by layer), `poll` (closes
 those whose last layer has arrived, or that failed), `LayerLoads.arrive` (a forward has reached a layer).
@@ -64,9 +64,9 @@ class PartialLoad:
 
 @dataclass(frozen=True)
 class LayerCopy:
-    """What a request copies from a landing: from slots to slots, `[n]` int64, with K turned by `shift` positions."""
+    """What a request copies from a partial load: slots to slots, `[n]` int64, with K turned by `shift` positions."""
 
-    landing: PartialLoad
+    partial: PartialLoad
     source: torch.Tensor
     target: torch.Tensor
     shift: int
@@ -100,49 +100,49 @@ class PartialLoads:
         self._open[variant.variant_id] = PartialLoad(variant, slots, stream, self._store.lock(variant))
 
     def of(self, variant: Variant) -> PartialLoad | None:
-        """The landing of a variant; None if its KV is whole."""
+        """The partial load of a variant; None if its KV is whole."""
         return self._open.get(variant.variant_id)
 
     def poll(self) -> None:
-        """Closes landings whose stream has ended on all ranks, or has failed on one; once per scheduling step."""
+        """Closes loads whose stream has ended on all ranks, or has failed on one; once per scheduling step."""
         if not self._open:
             return
-        landings = list(self._open.values())
-        votes = np.array([_vote(landing.stream) for landing in landings], dtype=np.int64)
-        for landing, vote in zip(landings, self._reduce_max(votes).tolist(), strict=True):
+        partials = list(self._open.values())
+        votes = np.array([_vote(partial.stream) for partial in partials], dtype=np.int64)
+        for partial, vote in zip(partials, self._reduce_max(votes).tolist(), strict=True):
             if vote == _COMPLETE:
-                self.fill(landing, landing.stream.num_layers)
-                self._close(landing)
+                self.fill(partial, partial.stream.num_layers)
+                self._close(partial)
             elif vote == _FAILED:
-                self.fail(landing)
+                self.fail(partial)
 
-    def fail(self, landing: PartialLoad) -> None:
+    def fail(self, partial: PartialLoad) -> None:
         """Gives up a node whose KV will not come; does nothing if it was given up or closed before."""
-        if landing.variant.variant_id in self._open:
-            landing.stream.fail("unavailable")
-            self._index.discard(landing.variant.variant_id)
-            self._close(landing)
+        if partial.variant.variant_id in self._open:
+            partial.stream.fail("unavailable")
+            self._index.discard(partial.variant.variant_id)
+            self._close(partial)
 
     def give_way(self) -> bool:
         """Gives up all nodes, since the pool needs their room: their requests are computed. False if there are none."""
-        landings = list(self._open.values())
-        for landing in landings:
-            landing.gave_way = True
-            self.fail(landing)
-        return bool(landings)
+        partials = list(self._open.values())
+        for partial in partials:
+            partial.gave_way = True
+            self.fail(partial)
+        return bool(partials)
 
-    def fill(self, landing: PartialLoad, num_layers: int) -> None:
+    def fill(self, partial: PartialLoad, num_layers: int) -> None:
         """Copies the layers below `num_layers`, which have arrived, into the pool."""
-        if landing.num_filled < num_layers:
-            stored, layers = landing.stream.stored, range(landing.num_filled, num_layers)
-            self._assembler.fill(landing.slots, stored.k, stored.v, layers)
-            landing.num_filled = num_layers
+        if partial.num_filled < num_layers:
+            stored, layers = partial.stream.stored, range(partial.num_filled, num_layers)
+            self._assembler.fill(partial.slots, stored.k, stored.v, layers)
+            partial.num_filled = num_layers
 
     def loads(self, copies: Sequence[LayerCopy]) -> LayerLoads:
         """What one forward has to bring in layer by layer."""
         return LayerLoads(self, self._assembler, copies)
 
-    def wait(self, landings: Sequence[PartialLoad], layer: int, deadline: float) -> None:
+    def wait(self, partials: Sequence[PartialLoad], layer: int, deadline: float) -> None:
         """Waits until all of them have a layer, on all ranks.
 
         Args:
@@ -152,27 +152,27 @@ class PartialLoads:
             LayerFailed: one has not, or gave way: its slots belong to others, whatever its stream has read.
         """
         failed = [
-            one for one in landings if one.gave_way or not one.stream.wait(layer, max(0.0, deadline - time.monotonic()))
+            one for one in partials if one.gave_way or not one.stream.wait(layer, max(0.0, deadline - time.monotonic()))
         ]
         if self._reduce_max(np.array([bool(failed)], dtype=np.int64))[0]:
             raise LayerFailed(failed[0].reason if failed else "tier_ranks")
 
     def clear(self) -> None:
-        """Forgets all landings: the tree was emptied, and its locks with it."""
+        """Forgets all of them: the tree was emptied, and its locks with it."""
         self._open.clear()
 
-    def _close(self, landing: PartialLoad) -> None:
-        del self._open[landing.variant.variant_id]
-        self._store.unlock(landing.lock)
+    def _close(self, partial: PartialLoad) -> None:
+        del self._open[partial.variant.variant_id]
+        self._store.unlock(partial.lock)
 
 
 class LayerLoads:
     """See `PartialLoads.loads`; used by one forward."""
 
-    def __init__(self, landings: PartialLoads, assembler: KVAssembler, copies: Sequence[LayerCopy]) -> None:
-        self._landings = landings
+    def __init__(self, loads: PartialLoads, assembler: KVAssembler, copies: Sequence[LayerCopy]) -> None:
+        self._loads = loads
         self._assembler = assembler
-        self.nodes = tuple({id(copy.landing): copy.landing for copy in copies}.values())
+        self._partials = tuple(dict.fromkeys(copy.partial for copy in copies))
         self._source, self._target = (
             torch.cat([getattr(copy, name) for copy in copies]) for name in ("source", "target")
         )
@@ -192,9 +192,9 @@ class LayerLoads:
             return
         assert layer == self._num_done, f"layer {layer} comes behind {self._num_done}"
         if self._deadline is None:
-            self._deadline = time.monotonic() + self._landings.timeout_s
-        self._landings.wait(self.nodes, layer, self._deadline)
-        for landing in self.nodes:
-            self._landings.fill(landing, layer + 1)
+            self._deadline = time.monotonic() + self._loads.timeout_s
+        self._loads.wait(self._partials, layer, self._deadline)
+        for partial in self._partials:
+            self._loads.fill(partial, layer + 1)
         self._assembler.copy(self._source, self._target, self._turn, range(layer, layer + 1))
         self._num_done += 1

@@ -364,10 +364,7 @@ class _Leaving(RequestProgress):
     """A request of which every second row in front of the tail leaves at the second layer, all others at the last."""
 
     def __init__(self, positions: torch.Tensor, num_layers: int) -> None:
-        super().__init__(
-            None, None, positions, num_question=0, num_answer=0, num_layers=num_layers, tp_size=1, explain=False
-        )
-        self._num_layers = num_layers
+        super().__init__(positions, num_layers=num_layers)
 
     @property
     def rows_leave(self) -> bool:

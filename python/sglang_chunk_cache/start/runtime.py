@@ -74,7 +74,7 @@ class ChunkRuntime:
         manager: decides.
         store, assembler, pool, keeper, packer: find, move, bring in, keep and pack KV.
         gate: verifies replies; None = nobody does.
-        tiers, landings: tiers below the KV pool, and their loads that arrive layer by layer; None = there are none.
+        tiers, partial_loads: tiers below the KV pool, and their loads that arrive by layers; None = there are none.
         events: publishes which chunks are held; None = nobody does, or another rank.
         clock: times forwards: of all batches where there are tiers, else of those with marked requests.
         journal: what became of requests.
@@ -100,7 +100,7 @@ class ChunkRuntime:
     gate: Gate | None
     discoverer: Discoverer | None
     tiers: ChunkTiers | None
-    landings: PartialLoads | None
+    partial_loads: PartialLoads | None
     events: EventPublisher | None
     admin: ChunkAdmin
     metrics: ChunkMetrics
@@ -137,8 +137,8 @@ class ChunkRuntime:
             self.tiers.disable("the weights were changed; start the server anew to have them again.")
         if self.gate is not None:
             self.gate.forget()
-        if self.landings is not None:
-            self.landings.give_way()
+        if self.partial_loads is not None:
+            self.partial_loads.give_way()
         index = self.manager.index
         nodes = [one.holder for one in index if isinstance(one.holder, NodeHome)]
         index.clear("weights_changed")
@@ -218,11 +218,11 @@ def create_runtime(cache: Any, args: ChunkCacheArgs, ctx: TreeCacheBuildContext)
     is_counting = bool(cache._enable_metrics_flag) and rank == 0
     metrics = ChunkMetrics(enabled=is_counting)
     reduce_max = max_over_ranks(ranks.cpu_group) if num_ranks > 1 else of_one_rank
-    landings = None
+    partial_loads = None
     if config.tiers is not None:
         timeout_s = config.tiers.timeout_s
-        landings = PartialLoads(manager.index, store, assembler, timeout_s=timeout_s, reduce_max=reduce_max)
-    pool = ChunkPool(cache, manager, store, assembler, landings)
+        partial_loads = PartialLoads(manager.index, store, assembler, timeout_s=timeout_s, reduce_max=reduce_max)
+    pool = ChunkPool(cache, manager, store, assembler, partial_loads)
     tiers, clock = None, ForwardClock(torch.device(allocator.get_kvcache().device))
     if config.tiers is not None:
         try:
@@ -294,7 +294,7 @@ def create_runtime(cache: Any, args: ChunkCacheArgs, ctx: TreeCacheBuildContext)
         gate=gate,
         discoverer=discoverer,
         tiers=tiers,
-        landings=landings,
+        partial_loads=partial_loads,
         events=events,
         admin=admin,
         metrics=metrics,

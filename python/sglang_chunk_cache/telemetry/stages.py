@@ -1,10 +1,6 @@
 """Stages of serving a request: how long each takes is a histogram, and a span where SGLang traces (`--enable-trace`).
 
-Verbs: `stage` (measures what runs inside it), `note_stage` (notes a stage that has ended).
-
-    planning     the index is asked, and what happens to every token is decided; once per attempt to admit a request
-    loading      a request is held in the queue until its chunks, or the scores of the selector, are there
-    assembling   KV of chunks is copied to its new place; the time of the host, which on a GPU only orders the copies
+Verbs: `stage` (measures what runs inside it), `note_stage` (notes a stage that has ended). `STAGES` has their names.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ import io
 import json
 import logging
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -106,9 +106,9 @@ class DiskMedium(LayerwiseMedium):
             return True
 
     def scan(self, known: Iterable[bytes] = ()) -> Iterator[VariantInfo]:
-        for first in self._subfolders(self._folder):
+        for first in _subfolders(self._folder):
             if first != self._writing:
-                for folder in self._subfolders(first):
+                for folder in _subfolders(first):
                     yield from self._infos_in(folder)
 
     def read_note(self) -> bytes | None:
@@ -142,13 +142,7 @@ class DiskMedium(LayerwiseMedium):
 
     def _infos_in(self, folder: Path) -> Iterator[VariantInfo]:
         """The variants in a key's folder; entries that cannot be read are reported."""
-        with as_tier_errors(folder):
-            try:
-                with os.scandir(folder) as entries:
-                    paths = [Path(entry.path) for entry in entries if entry.name.endswith(_SUFFIX) and entry.is_file()]
-            except FileNotFoundError:
-                return
-        for path in paths:
+        for path in _paths_in(folder, lambda entry: entry.name.endswith(_SUFFIX) and entry.is_file()):
             try:
                 with self._opened(path) as file:
                     info = self._record(file, path).info
@@ -193,14 +187,6 @@ class DiskMedium(LayerwiseMedium):
     def _path(self, entry: VariantInfo | EntryId) -> Path:
         return self._folder_of(entry.key) / (entry.name + _SUFFIX)
 
-    def _subfolders(self, folder: Path) -> list[Path]:
-        with as_tier_errors(folder):
-            try:
-                with os.scandir(folder) as entries:
-                    return [Path(entry.path) for entry in entries if entry.is_dir(follow_symlinks=False)]
-            except FileNotFoundError:
-                return []
-
     def _make_folders(self) -> None:
         make_folder(self._folder)
         make_folder(self._writing)
@@ -208,6 +194,20 @@ class DiskMedium(LayerwiseMedium):
         if not path.exists():
             text = json.dumps(self.fingerprint.describe(), indent=2).encode()
             write_whole(path, [text], via=self._writing)
+
+
+def _subfolders(folder: Path) -> list[Path]:
+    return _paths_in(folder, lambda entry: entry.is_dir(follow_symlinks=False))
+
+
+def _paths_in(folder: Path, wants: Callable[[os.DirEntry[str]], bool]) -> list[Path]:
+    """The wanted entries of a folder; none if it is not there."""
+    with as_tier_errors(folder):
+        try:
+            with os.scandir(folder) as entries:
+                return [Path(entry.path) for entry in entries if wants(entry)]
+        except FileNotFoundError:
+            return []
 
 
 def _parts(header: bytes, stored: StoredVariant) -> Iterator[bytes | memoryview]:

@@ -53,13 +53,13 @@ class _Waiting:
     Attributes:
         late: outcome of a chunk that has not come when the request stops waiting.
         decided: outcomes of chunks that need no load, by key.
-        outcome: outcomes of all chunks, by key; None until the request stops waiting.
+        outcome: outcomes of all chunks, by key, once the request does not wait any more.
     """
 
     chunks: tuple[Wanted, ...]
     late: Found = TOO_LATE
     decided: dict[bytes, Found] = field(default_factory=dict)
-    outcome: dict[bytes, Found] | None = None
+    outcome: dict[bytes, Found] = field(default_factory=dict)
 
 
 class TierLoader:
@@ -208,7 +208,7 @@ class TierLoader:
     def has_found(self, rid: str) -> bool:
         """Whether the loads of a request have ended and brought a chunk, which `bring_in` puts into the pool."""
         waiting = self._waiting.get(rid)
-        return waiting is not None and any(found.stored is not None for found in (waiting.outcome or {}).values())
+        return waiting is not None and any(found.stored is not None for found in waiting.outcome.values())
 
     @property
     def num_held(self) -> int:
@@ -217,13 +217,11 @@ class TierLoader:
     def bring_in(self, rid: str) -> Mapping[bytes, Found]:
         """Puts what was found for a request into the pool, if it is not there; returns what became of its chunks."""
         waiting = self._waiting.get(rid)
-        if waiting is None or waiting.outcome is None:
+        if waiting is None or not waiting.outcome:
             return {}
         for chunk in waiting.chunks:
-            found = waiting.outcome[chunk.key]
-            if found.stored is None:
-                continue
-            if not self._pool.bring_in(found.stored, chunk.need, chunk.partition, found.stream):
+            found, need = waiting.outcome[chunk.key], chunk.need
+            if found.stored and not self._pool.bring_in(found.stored, need, chunk.partition, found.stream):
                 waiting.outcome[chunk.key] = Found(None, found.tier, "memory")
         return waiting.outcome
 
@@ -403,19 +401,19 @@ class TierLoader:
 
     def _settle(self, rids: Sequence[str]) -> None:
         """Sets the outcome of requests whose loads have ended, or are late, on all ranks."""
-        pairs = [(self._waiting[rid], chunk.key) for rid in rids for chunk in self._waiting[rid].chunks]
-        outcomes = [self._outcome(self._waiting[rid], chunk) for rid in rids for chunk in self._waiting[rid].chunks]
-        if outcomes:
-            outcomes = self._agree(outcomes)
-        for rid in rids:
-            self._waiting[rid].outcome = {}
-        for (waiting, key), found in zip(pairs, outcomes, strict=True):
-            assert waiting.outcome is not None
-            waiting.outcome[key] = found
-        for found in {(key, found.outcome): found for (_, key), found in zip(pairs, outcomes, strict=True)}.values():
+        if not rids:
+            return
+        settled = [(self._waiting[rid], chunk) for rid in rids for chunk in self._waiting[rid].chunks]
+        outcomes = self._agree([self._outcome(waiting, chunk) for waiting, chunk in settled])
+        noted: dict[tuple[bytes, str], Found] = {}  # once per chunk, however many requests wanted it
+        streams: dict[bytes, LayerStream] = {}
+        for (waiting, chunk), found in zip(settled, outcomes, strict=True):
+            waiting.outcome[chunk.key] = noted[chunk.key, found.outcome] = found
+            if found.stream is not None:
+                streams[chunk.key] = found.stream
+        for found in noted.values():
             self._note_outcome(found)
-        found_by_key = [(key, found) for (_, key), found in zip(pairs, outcomes, strict=True)]
-        self._run_streams({key: found.stream for key, found in found_by_key if found.stream is not None})
+        self._run_streams(streams)
 
     def _outcome(self, waiting: _Waiting, chunk: Wanted) -> Found:
         """What was decided or found for a chunk; if that came too late, what host memory has of it."""

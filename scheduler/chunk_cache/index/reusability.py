@@ -1,11 +1,10 @@
 """Reusability: how far a variant's KV can be trusted behind other chunks (Cache-Craft sections 3.1 and 3.2).
 
     context_impact    CCI   how much the KV owes to what stood in front of it                        eq. 9 to 11
-    prefix_overlap    beta  the share of that whose chunks stand in front of it again                eq. 6
-    order_penalty     gamma how far the common chunks stand in another order (Kendall's tau)         eq. 7
-    adjusted_overlap  beta' = beta (1 - gamma)                                                       eq. 8
-    fix_overhead      CFO   = alpha CCI (1 - beta'), not clipped yet                                 eq. 12
-    share_to_fix            CFO clipped to [0, 1]: the share of its tokens that is recomputed        section 3.2.1
+    unit_cfo          CFO   = CCI (1 - beta (1 - gamma)) at alpha 1, not clipped yet                 eq. 8 and 12
+                      beta  the share of that whose chunks stand in front of it again                eq. 6
+                      gamma how far the common chunks stand in another order (Kendall's tau)         eq. 7
+    share_to_fix            alpha CFO clipped to [0, 1]: the share of its tokens that is recomputed  section 3.2.1
     use_weight              what one use adds to a variant's reuse frequency f_r                     section 3.3
 
 `mass` is attention summed over tokens and averaged over heads and layers: `inter[j]` on context chunk j, `intra` on
@@ -55,34 +54,6 @@ def context_impact(inter: Mass, context_lens: Sequence[int], intra: float, lengt
     return 1.0 / (1.0 + math.exp(-outside / inside)) if inside > 0.0 else 1.0
 
 
-def prefix_overlap(context: Context, inter: Mass, new_context: Context) -> float:
-    """beta in [0, 1]: the share of the outside mass that lies on chunks of the new context (eq. 6).
-
-    Order does not matter. Where the old context is empty, 1 if the new one is too, else 0. Where nothing in the old
-    context was attended to, its chunks count alike.
-    """
-    assert len(context) == len(inter), f"{len(inter)} masses of {len(context)} chunks"
-    if not context:
-        return float(not new_context)
-    masses = np.asarray(inter, dtype=np.float64).tolist()
-    common, ranks = _common(context, masses, first_places(new_context))
-    return _beta(common, sum(masses), len(ranks), len(context))
-
-
-def order_penalty(context: Context, new_context: Context) -> float:
-    """gamma in [0, 1]: discordant pairs of the common chunks over all their pairs; 0 for fewer than two (eq. 7).
-
-    A chunk that stands in a context more than once counts where it stands first.
-    """
-    place = first_places(new_context)
-    return _discordance([place[chunk] for chunk in context if chunk in place])
-
-
-def adjusted_overlap(beta: float, gamma: float) -> float:
-    """beta' in [0, beta] (eq. 8)."""
-    return beta * (1.0 - gamma)
-
-
 def first_places(new_context: Context) -> dict[Hashable, int]:
     """Where each chunk of a context stands first."""
     return dict(zip(reversed(new_context), range(len(new_context) - 1, -1, -1), strict=True))
@@ -93,9 +64,10 @@ def unit_cfo(
 ) -> float:
     """CFO at alpha 1, in [0, 1], of KV that was computed behind `context` and is used behind another.
 
-    The same as the functions above, in one pass, since it is called for every variant of every chunk of every prompt.
-    Two things differ: `NEAREST`, and KV that was computed alone costs 1 behind anything (ours; by the paper's
-    equations 0.5), since it loses most (`docs/variants.md`).
+    All in one pass, since it is called for every variant of every chunk of every prompt. Two things differ from the
+    paper's equations: `NEAREST`, and KV that was computed alone costs 1 behind anything (by the equations 0.5), since
+    it loses most (`docs/variants.md`). beta does not depend on the order; a chunk that stands in a context more than
+    once counts where it stands first.
 
     Args:
         place: `first_places` of the new context.
@@ -108,12 +80,7 @@ def unit_cfo(
     if num_far and context[:num_far] == new_context[:num_far]:
         common, num_common, ranks = common + sum(inter[:num_far]), num_common + num_far, [-1, *ranks]
     beta = _beta(common, sum(inter), num_common, len(context))
-    return fix_overhead(1.0, cci, adjusted_overlap(beta, _discordance(ranks)))
-
-
-def fix_overhead(alpha: float, cci: float, adjusted: float) -> float:
-    """CFO (eq. 12), at least 0; it may be above 1, since variants are compared before it is clipped."""
-    return alpha * cci * (1.0 - adjusted)
+    return cci * (1.0 - beta * (1.0 - _discordance(ranks)))
 
 
 def share_to_fix(cfo: float) -> float:

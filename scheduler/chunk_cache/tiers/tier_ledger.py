@@ -182,10 +182,6 @@ class TierLedger:
         found = sorted((entry for entry in self._of(key) if entry.is_stored), key=lambda entry: entry.place(key))
         return {entry.id_of(key): entry.traits for entry in found}
 
-    def traits_of(self, entry_id: EntryId) -> Traits:
-        """Traits of an entry that is found."""
-        return self._found(entry_id).traits
-
     def num_bytes_of(self, entry_id: EntryId) -> int:
         """Bytes of an entry that is found."""
         return self._found(entry_id).num_bytes

@@ -115,16 +115,13 @@ def rank(
         found: variants with the names of their tiers; equal ones keep their order.
         load_shares: by tier; see `TierView`.
     """
-    fitting = [one for one in found if need.fits(one[1])]
-    fitting = [(tier, v) for tier, v in fitting if v.name not in held.names and _is_taken(held, v)]
-    if held.has_prepared:
-        fitting = [(tier, v) for tier, v in fitting if not _is_other_derived(v)]
-    orders = [
-        (order_of(need.unit_cfo(variant) + load_shares[tier], variant.generation), (tier, variant))
-        for tier, variant in fitting
-    ]
     limit = held.order
-    orders = [(order, one) for order, one in orders if order < limit]
+    orders = [
+        (order, (tier, variant))
+        for tier, variant in found
+        if need.fits(variant) and _is_wanted(variant.name, variant, held, held.has_prepared)
+        if (order := order_of(need.unit_cfo(variant) + load_shares[tier], variant.generation)) < limit
+    ]
     allowed = {id(variant) for variant in beside_prepared([variant for _, (_, variant) in orders])}
     return [one for _, one in sorted(orders, key=lambda item: item[0]) if id(one[1]) in allowed]
 
@@ -221,21 +218,17 @@ class VariantSearch(Generic[V]):
     def _better(self, view: TierView, ranked: Sequence[Found[V]]) -> Iterator[Order]:
         """Yields the best order of each entry that may be better than all that was ranked and than the pool's."""
         held, need = self._held, self._need
-        met = {variant.name: variant for _, variant in self._found}  # the same may lie in several tiers
-        worst = held.order
-        best = self._order_of(ranked[0]) if ranked else worst
+        best = self._order_of(ranked[0]) if ranked else held.order
         # If one variant is prepared, other derived ones are passed over, whatever it costs itself.
-        is_beside_prepared = held.has_prepared or any(v.is_prepared for _, v in ranked)
-        is_derived = bool(ranked) and ranked[0][1].generation > 0 and not is_beside_prepared
+        has_prepared = held.has_prepared or any(variant.is_prepared for _, variant in ranked)
+        best_of_prepared = held.order if ranked and _is_other_derived(ranked[0][1]) else best
+        met = {variant.name: variant for _, variant in self._found}  # the same may lie in several tiers
         for name, traits in view.entries.items():
-            if traits.generation > need.max_generation or (is_beside_prepared and _is_other_derived(traits)):
-                continue
-            if name in held.names or not _is_taken(held, traits):
+            if traits.generation > need.max_generation or not _is_wanted(name, traits, held, has_prepared):
                 continue
             least = need.unit_cfo(met[name]) if name in met else least_unit_cfo(traits, need)
             order = order_of(least + view.load_share, traits.generation)
-            limit = worst if is_derived and traits.is_prepared else best
-            if order < limit and least <= need.max_unit_cfo:
+            if order < (best_of_prepared if traits.is_prepared else best) and least <= need.max_unit_cfo:
                 yield order
 
 
@@ -250,5 +243,8 @@ def _is_other_derived(variant: _Ranked) -> bool:
     return variant.generation > 0 and not variant.is_prepared
 
 
-def _is_taken(held: Held, variant: _Ranked) -> bool:
+def _is_wanted(name: str, variant: _Ranked, held: Held, has_prepared: bool) -> bool:
+    """Whether the pool lacks a variant and would take it, and no prepared one has it passed over."""
+    if name in held.names or (has_prepared and _is_other_derived(variant)):
+        return False
     return held.worst_rank is None or rank_of(variant.generation, variant.is_prepared) <= held.worst_rank

@@ -11,7 +11,7 @@ import pytest
 from chunk_cache.index.lookup import Lookup
 from chunk_cache.index.variant import NodeHome, Variant
 from chunk_cache.options.request_options import RequestOptions
-from chunk_cache.plan.planning import make_plan
+from chunk_cache.plan.planning import PlanSettings, make_plan
 from chunk_cache.types import Span
 from chunk_cache_tools.explain.shown_prompt import PromptTokens, tokenize
 from chunk_cache_tools.explain.states import Explanation, explain
@@ -54,15 +54,12 @@ def make_reply() -> MakeReply:
         page_size: int = 1,
     ) -> dict[str, Any]:
         plan = make_plan(
-            opts=RequestOptions(spans=tuple(spans), method=method, ratio=ratio, explain=True),
-            default_method="epic",
-            default_ratio=0.15,
+            RequestOptions(spans=tuple(spans), method=method, ratio=ratio, explain=True),
+            PlanSettings(default_method="epic", default_ratio=0.15, page_size=page_size),
             prompt_len=prompt_len,
             prefix_len=prefix_len,
             max_prefix_len=prompt_len - 1,
-            page_size=page_size,
             lookups=[_lookup(span, index in missing) for index, span in enumerate(spans)],
-            min_reuse_len=1,
             chunk_keys=[bytes([index % 256]) * 16 for index in range(len(spans))],
         )
         return dict(plan.reply(explain=True))

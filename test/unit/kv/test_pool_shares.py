@@ -44,7 +44,7 @@ class Tree:
             pool=SimpleNamespace(flush=lambda: None),
             admin=SimpleNamespace(pins=SimpleNamespace(renew=lambda: None)),
             tiers=None,
-            landings=None,
+            partial_loads=None,
         )
         self.prompts: list[tuple[Partition, array[int]]] = []
         self._num_tokens = 0

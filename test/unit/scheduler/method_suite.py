@@ -28,7 +28,7 @@ from chunk_cache.methods import METHODS, Method, Options, Stage, num_rows_at
 from chunk_cache.methods.method_options import ChoiceOption, FloatOption, IntOption, LayersOption, Option
 from chunk_cache.methods.scored import LayerMethod
 from chunk_cache.options.request_options import RequestOptions, dumps, loads, parse_request
-from chunk_cache.plan.planning import make_plan
+from chunk_cache.plan.planning import PlanSettings, make_plan
 from chunk_cache.plan.recompute_plan import RecomputePlan
 
 RATIOS = st.floats(0, 1)
@@ -226,16 +226,13 @@ class MethodSuite:
             home = NodeHome(array("q", range(32)), "chunk")
             lookups.append(Lookup(Variant(i, bytes([i]) * 16, 32, 9, 0, (), 0, home), 32, None))
         return make_plan(
-            opts=RequestOptions(
+            RequestOptions(
                 spans=((4, 36), (36, 68)), method=self.method.name, ratio=ratio, options=options, explain=True
             ),
-            default_method="full",
-            default_ratio=0.5,
+            PlanSettings(default_method="full", default_ratio=0.5, page_size=4),
             prompt_len=80,
             prefix_len=4,
             max_prefix_len=79,
-            page_size=4,
             lookups=lookups,
-            min_reuse_len=1,
             chunk_keys=[b"a" * 16, b"b" * 16],
         )

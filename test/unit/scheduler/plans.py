@@ -9,7 +9,7 @@ from typing import Any
 from chunk_cache.index.lookup import Lookup
 from chunk_cache.index.variant import NodeHome, Variant
 from chunk_cache.options.request_options import RequestOptions
-from chunk_cache.plan.planning import make_plan
+from chunk_cache.plan.planning import PlanSettings, make_plan
 from chunk_cache.plan.recompute_plan import RecomputePlan
 from chunk_cache.types import Span
 
@@ -38,11 +38,16 @@ def plan_of(spans: list[Span], lookups: list[Lookup | None], **given: Any) -> Re
         "default_ratio": 0.15,
         "prefix_len": 0,
         "max_prefix_len": prompt_len - 1,
-        "page_size": 1,
-        "min_reuse_len": 1,
         "chunk_keys": [bytes([i]) * 16 for i in range(len(spans))],
     }
-    return make_plan(opts=opts, prompt_len=prompt_len, lookups=lookups, **(arguments | given))
+    return plan_by(opts, prompt_len=prompt_len, lookups=lookups, **(arguments | given))
+
+
+def plan_by(opts: RequestOptions, **given: Any) -> RecomputePlan:
+    """`make_plan`, by the settings among what is given."""
+    names = [f.name for f in dataclasses.fields(PlanSettings)]
+    settings = PlanSettings(**{name: given.pop(name) for name in names if name in given})
+    return make_plan(opts, settings, **given)
 
 
 def outcome(plan: RecomputePlan) -> list[tuple[str, str | None, int]]:

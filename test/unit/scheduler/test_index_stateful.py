@@ -14,12 +14,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from chunk_cache.index.chunk_index import TOKENS_PER_LOOK, ChunkIndex
 from chunk_cache.index.chunk_statistics import ChunkStatistics
 from chunk_cache.index.need import PREPARED_CFO, Need
-from chunk_cache.index.reusability import adjusted_overlap, order_penalty, prefix_overlap
 from chunk_cache.index.system_prompt import marks_of, num_pieces
 from chunk_cache.index.variant import Home, NodeHome, PathHome, PathTokens, Variant
 from chunk_cache.index.victims import AGEING, EVICTIONS
 from chunk_cache.keys import Partition
 from unit.scheduler.mirror import Mirror
+from unit.scheduler.overlap import adjusted_overlap, order_penalty, prefix_overlap
 
 LENS = (3, 5, 2, 7)
 KEYS = tuple(bytes([i]) * 16 for i in range(len(LENS)))

@@ -20,7 +20,7 @@ from chunk_cache.index.chunk_index import TOKENS_PER_LOOK
 from chunk_cache.index.chunk_statistics import ChunkStatistics
 from chunk_cache.index.lookup import Lookup
 from chunk_cache.index.need import Need
-from chunk_cache.index.reusability import adjusted_overlap, order_penalty, prefix_overlap, use_weight
+from chunk_cache.index.reusability import use_weight
 from chunk_cache.index.system_prompt import share_elsewhere
 from chunk_cache.index.variant import PathHome, PathTokens, Variant, usable_len, variant_name
 from chunk_cache.index.victims import EVICTIONS
@@ -29,7 +29,7 @@ from chunk_cache.manager import ROOM_PER_REUSED, ChunkManager
 from chunk_cache.methods import METHODS
 from chunk_cache.options.config import REMEMBER, Config
 from chunk_cache.options.request_options import RequestOptions
-from chunk_cache.plan.planning import make_plan, replan_without_load
+from chunk_cache.plan.planning import replan_without_load
 from chunk_cache.plan.question_words import QuestionWords
 from chunk_cache.plan.recompute_plan import RecomputePlan
 from chunk_cache.prompt.chunk_prompt import ChunkPrompt, piece_keys
@@ -38,6 +38,8 @@ from chunk_cache.tiers.tier_ledger import Traits, context_digest
 from chunk_cache.tiers.variant_search import NOTHING_HELD, Ask, TierView, VariantSearch
 from chunk_cache.types import Status
 from unit.scheduler.dict_store import KEYS, LENS, TOKENS, DictStore, new_node, prompt_of, some_statistics
+from unit.scheduler.overlap import adjusted_overlap, order_penalty, prefix_overlap
+from unit.scheduler.plans import plan_by
 
 QUESTION_LEN = 3
 EXACTLY = Decision(1, None, "behind the last step")
@@ -412,8 +414,8 @@ def test_a_plan_is_made_of_what_is_stored_and_of_the_configuration(seed: int) ->
             need = Need(config.max_generation, prompt.context(i), prompt.system, is_apart)
             best = manager.index.lookup(key, server.store.resolve, need)
             lookups.append(Lookup(None, 0, reasons[key]) if best.variant is None and key in reasons else best)
-        expected = make_plan(
-            opts=prompt.options,
+        expected = plan_by(
+            prompt.options,
             default_method="epic" if step is None else step.method,
             default_ratio=server.ratio if step is None else step.ratio,
             page_size=server.page_size,

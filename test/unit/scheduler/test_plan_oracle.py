@@ -18,11 +18,12 @@ from chunk_cache.index.variant import NodeHome, Variant
 from chunk_cache.methods import METHODS, Method, Stage, num_rows_at
 from chunk_cache.methods.base import AllReused
 from chunk_cache.options.request_options import MODES, RequestOptions
-from chunk_cache.plan.planning import make_plan, replan_without_load
+from chunk_cache.plan.planning import replan_without_load
 from chunk_cache.plan.recompute_plan import RecomputePlan
 from chunk_cache.plan.selection_plan import Selection
 from chunk_cache.types import REASONS, Span, Status
 from unit.scheduler.method_suite import given_options
+from unit.scheduler.plans import plan_by
 
 STATISTICS = np.array((0.0, 0.5, 1.0, 2.0, math.nan), dtype=np.float32)  # few, so that ties are common
 
@@ -90,7 +91,7 @@ class Case:
         return self.method.option(self.opts.options, name)
 
     def plan(self) -> RecomputePlan:
-        return make_plan(**{name: getattr(self, name) for name in self.__dataclass_fields__})
+        return plan_by(**{name: getattr(self, name) for name in self.__dataclass_fields__})
 
 
 @st.composite

@@ -13,7 +13,7 @@ from chunk_cache.index.lookup import Lookup
 from chunk_cache.index.variant import NodeHome, Variant
 from chunk_cache.methods import STATE_METHODS
 from chunk_cache.options.request_options import RequestOptions
-from chunk_cache.plan.planning import make_plan
+from chunk_cache.plan.planning import PlanSettings, make_plan
 
 SEAM_LEN = 8
 
@@ -26,18 +26,15 @@ def stored(number, length, covered_len=None, unit_cfo=None):
 
 def plan_of(spans, lookups, prompt_len, *, ratio=0.0, prefix_len=0, page_size=1, method=None):
     return make_plan(
-        opts=RequestOptions(spans=tuple(spans), method=method, ratio=ratio),
-        default_method="seams",
-        default_ratio=0.5,
+        RequestOptions(spans=tuple(spans), method=method, ratio=ratio),
+        PlanSettings(
+            default_method="seams", default_ratio=0.5, page_size=page_size, seam_len=SEAM_LEN, has_states=True
+        ),
         prompt_len=prompt_len,
         prefix_len=prefix_len,
         max_prefix_len=prompt_len - 1,
-        page_size=page_size,
         lookups=lookups,
-        min_reuse_len=1,
         chunk_keys=[bytes([i]) * 16 for i in range(len(spans))],
-        seam_len=SEAM_LEN,
-        has_states=True,
     )
 
 

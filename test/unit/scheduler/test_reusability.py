@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from itertools import combinations
 
 import numpy as np
 import pytest
@@ -12,17 +11,14 @@ from hypothesis import strategies as st
 
 from chunk_cache.index.reusability import (
     NEAREST,
-    adjusted_overlap,
     context_impact,
     first_places,
-    fix_overhead,
-    order_penalty,
-    prefix_overlap,
     share_to_fix,
     unit_cfo,
     use_weight,
 )
 from chunk_cache.methods import num_rows_at
+from unit.scheduler.overlap import adjusted_overlap, fix_overhead, order_penalty, prefix_overlap
 
 masses = st.floats(0.0, 1e4, allow_subnormal=False)
 contexts = st.lists(st.integers(0, 8), max_size=8)
@@ -94,14 +90,6 @@ def test_overlap_of_empty_contexts_and_of_no_mass() -> None:
 def test_penalty_of_the_same_and_of_the_reversed_order(context: list[int]) -> None:
     assert order_penalty(context, context) == 0.0
     assert order_penalty(context, context[::-1]) == (1.0 if len(context) > 1 else 0.0)
-
-
-@given(contexts, contexts)
-def test_penalty_counts_discordant_pairs(old: list[int], new: list[int]) -> None:
-    common = [chunk for i, chunk in enumerate(old) if chunk in new and chunk not in old[:i]]
-    pairs = list(combinations(common, 2))
-    discordant = sum(new.index(first) > new.index(second) for first, second in pairs)
-    assert order_penalty(old, new) == (discordant / len(pairs) if pairs else 0.0)
 
 
 @given(distinct, distinct)

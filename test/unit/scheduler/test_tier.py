@@ -149,8 +149,8 @@ def test_traits_are_kept_in_mind() -> None:
     tier.complete_store(A, True)
     stored(tier, A1)
     tier.touch(A, 2.0)
-    assert (tier.traits_of(A), tier.num_bytes_of(A), tier.frequency_of(A)) == (traits, 7, 2.0)
-    assert (tier.traits_of(A1), tier.keys()) == (Traits(), [b"a"])
+    assert (tier.num_bytes_of(A), tier.frequency_of(A)) == (7, 2.0)
+    assert (tier.peers_of(b"a"), tier.keys()) == ({A: traits, A1: Traits()}, [b"a"])
     assert traits.context != Traits().context == context_digest(())
 
 

@@ -6,7 +6,6 @@ the rows that questions have found in the places of the placeholders).
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from sgl_kernel_ext.transfer import upload
+from sgl_kernel_ext.transfer import upload_groups
 from sglang_chunk_cache.forward.added_rows import AddedRows
 from sglang_chunk_cache.forward.attending import Attention
 from sglang_chunk_cache.forward.batch.row_arrays import positions_of
@@ -81,30 +80,22 @@ class Choices:
         tp_size = ranks_of_batch().world_size
         choosing = {i: choice for i, one in enumerate(added) if (choice := one.choice) is not None}
         asks = {i: choice.plan for i, choice in choosing.items() if choice.selection.asks_first}
-        prompts = [np.frombuffer(batch.reqs[i].full_untruncated_fill_ids, dtype=np.int64) for i in asks]
+        all_ids = [np.frombuffer(batch.reqs[i].full_untruncated_fill_ids, dtype=np.int64) for i in asks]
+        ids = [one[: plan.load_end] for one, plan in zip(all_ids, asks.values(), strict=True)]
         tables = {i: Tables.of(choice.plan, rows.kv_lens[i]) for i, choice in choosing.items()}
         positions_at = positions_of(batch, added)
         anyway = [positions_at[i][tables[i].chunk_at[positions_at[i]] < 0] for i in asks]
-        uploaded = iter(
-            upload(
-                [
-                    *(array for one in tables.values() for array in one),
-                    *(ids[: plan.load_end] for ids, plan in zip(prompts, asks.values(), strict=True)),
-                    *anyway,
-                ],
-                rows.row_positions.device,
-            )
-        )
-        tables_of = {i: Tables(*itertools.islice(uploaded, len(Tables._fields))) for i in choosing}
-        late = {i: LateRows(len(added[i].positions), next(uploaded)) for i in asks}
+        *tables_on, ids_on, anyway_on = upload_groups([*tables.values(), ids, anyway], rows.row_positions.device)
+        tables_of = {i: Tables(*one) for i, one in zip(tables, tables_on, strict=True)}
+        late = {i: LateRows(len(added[i].positions), one) for i, one in zip(asks, ids_on, strict=True)}
         begun = list(rows.row_positions.split(rows.row_lens))
-        for i in asks:
-            begun[i] = next(uploaded)
+        for i, positions in zip(asks, anyway_on, strict=True):
+            begun[i] = positions
         requests: list[RequestProgress] = []
         for i, positions in enumerate(begun):
             choice = choosing.get(i)
             if choice is None:
-                requests.append(RequestProgress.unchanged(positions))
+                requests.append(RequestProgress(positions))
                 continue
             plan, state = choice.plan, choice.state
             num_tail = batch.extend_lens[i]
@@ -112,9 +103,9 @@ class Choices:
             start, end = choice.selection.question
             num_answer = min(max(tail_end - end, 0), num_tail - 1)
             progress = RequestProgress(
+                positions,
                 plan,
                 tables_of[i],
-                positions,
                 num_question=min(max(tail_end - num_answer - start, 1), num_tail - num_answer),
                 num_answer=num_answer,
                 num_layers=model_runner.model_config.num_hidden_layers,

@@ -142,7 +142,7 @@ class LayerwiseForward:
         cut, self._cut_later = self._cut_later, None
         if cut is None:
             return None
-        self._set_lengths(cut.batch, self.row_lens, cut=cut.gone)
+        _set_lengths(cut.batch, self.row_lens, cut.gone, self._lora_manager)
         return cut_rows(output, cut.index, cut.num_rows)
 
     def attend(
@@ -247,7 +247,7 @@ class LayerwiseForward:
             gone = [before + now for before, now in zip(earlier.gone, gone, strict=True)]
             self._cut_later = _LateCut(batch, earlier.index[index], earlier.num_rows, gone)
         elif cut_residual(batch, index):
-            self._set_lengths(batch, lens, cut=gone)
+            _set_lengths(batch, lens, gone, self._lora_manager)
         else:
             self._cut_later = _LateCut(batch, index, len(q), gone)
         batch.input_ids, batch.out_cache_loc = batch.input_ids[index], batch.out_cache_loc[index]
@@ -257,10 +257,6 @@ class LayerwiseForward:
         self._rows = self._rows.with_rows(self.row_positions[index], lens)
         batch.positions = self.row_positions.to(batch.positions.dtype)
         return q[index], k[index], v[index]
-
-    def _set_lengths(self, batch: ForwardBatch, row_lens: list[int], cut: list[int]) -> None:
-        _set_lengths(batch, row_lens, cut)
-        divide_adapters(self._lora_manager, batch)
 
 
 _GIVEN = ("input_ids", "positions", "forward_batch", "input_embeds", "inputs_embeds")
@@ -278,7 +274,7 @@ def divide_adapters(lora_manager: LoRAManager | None, batch: ForwardBatch) -> No
         lora_manager.prepare_lora_batch(batch)
 
 
-def _set_lengths(batch: ForwardBatch, row_lens: list[int], cut: list[int]) -> None:
+def _set_lengths(batch: ForwardBatch, row_lens: list[int], cut: list[int], lora_manager: LoRAManager | None) -> None:
     """Makes all lengths of `batch` those of `row_lens`; `cut` rows are gone from the front of each request."""
     num_rows = sum(row_lens)
     batch.extend_seq_lens_cpu, batch.extend_num_tokens = row_lens, num_rows
@@ -302,3 +298,4 @@ def _set_lengths(batch: ForwardBatch, row_lens: list[int], cut: list[int]) -> No
             setattr(batch, name, torch.full_like(value, num_rows))
     if batch.global_num_token_non_padded_cpu is not None:
         batch.global_num_token_non_padded_cpu = num_rows
+    divide_adapters(lora_manager, batch)

@@ -77,10 +77,10 @@ class RequestProgress:
     """See the head of this file.
 
     Args:
-        plan: of a request with something to choose or drop; None for one whose rows all stay (`unchanged`).
-        tables: of the plan, on the device; None without a plan.
         positions: `[num_rows]` int64, the rows that it begins with, ascending, on the device; if the question is asked
             first, those that are computed in any case.
+        plan: of a request with something to choose or drop; None for one whose rows all stay.
+        tables: of the plan, on the device; None without a plan.
         num_question, num_answer: how many of the last rows are the question's and, behind them, the answer's.
         num_layers: of the model.
         explain: keep a `SelectionReport`.
@@ -88,15 +88,15 @@ class RequestProgress:
 
     def __init__(
         self,
-        plan: RecomputePlan | None,
-        tables: Tables | None,
         positions: torch.Tensor,
+        plan: RecomputePlan | None = None,
+        tables: Tables | None = None,
         *,
-        num_question: int,
-        num_answer: int,
-        num_layers: int,
-        tp_size: int,
-        explain: bool,
+        num_question: int = 0,
+        num_answer: int = 0,
+        num_layers: int = 0,
+        tp_size: int = 1,
+        explain: bool = False,
     ) -> None:
         self.positions = positions
         self.num_question, self.num_answer = num_question, num_answer
@@ -130,11 +130,6 @@ class RequestProgress:
             self._focus = FocusTracker(len(plan.chunks), selection.focus_window, positions.device)
         if not selection.asks_first:
             self._begin(positions)
-
-    @classmethod
-    def unchanged(cls, positions: torch.Tensor) -> RequestProgress:
-        """A request whose rows all stay."""
-        return cls(None, None, positions, num_question=0, num_answer=0, num_layers=0, tp_size=1, explain=False)
 
     @property
     def _selects(self) -> bool:

@@ -1,4 +1,4 @@
-"""Landings over real streams, index and KV buffers: layers that come, that do not, and room that others need.
+"""Partial loads over real streams, index and KV buffers: layers that come, that do not, and room that others need.
 
 Locks of the radix tree are a set here; with SGLang's own tree: `test/exactness/test_tiers.py`.
 """
@@ -46,7 +46,7 @@ class Model(torch.nn.Module):
 
 
 class Server:
-    """A KV pool of `NUM_SLOTS` slots, an index, and the landings in it."""
+    """A KV pool of `NUM_SLOTS` slots, an index, and the partial loads in it."""
 
     def __init__(self, *, timeout_s: float = 20.0, reduce_max: ReduceMax = of_one_rank) -> None:
         heads, dtype = FINGERPRINT.kv_heads, FINGERPRINT.torch_dtype
@@ -60,7 +60,7 @@ class Server:
         self.locked: set[int] = set()
         store = SimpleNamespace(lock=self._lock, unlock=self.locked.remove)
         assembler = KVAssembler(runner, pool, [spec_from_sglang_rope(runner.model.rotary)] * LAYERS, "torch")
-        self.landings = PartialLoads(self.index, store, assembler, timeout_s=timeout_s, reduce_max=reduce_max)
+        self.partial_loads = PartialLoads(self.index, store, assembler, timeout_s=timeout_s, reduce_max=reduce_max)
         self._num_slots = 0
 
     def _lock(self, one: Variant) -> int:
@@ -85,14 +85,14 @@ class Server:
             home=NodeHome(array("q", info.token_ids), f"{info.name}{info.key.hex()}"),
         )
         assert one is not None
-        self.landings.open(one, slots, stream)
-        landing = self.landings.of(one)
-        assert landing is not None
-        return landing
+        self.partial_loads.open(one, slots, stream)
+        partial = self.partial_loads.of(one)
+        assert partial is not None
+        return partial
 
-    def loads(self, *landings: PartialLoad) -> LayerLoads:
+    def loads(self, *partials: PartialLoad) -> LayerLoads:
         """Of a forward that reads these chunks where they were computed."""
-        return self.landings.loads([LayerCopy(one, one.slots, self.take(), 0) for one in landings])
+        return self.partial_loads.loads([LayerCopy(one, one.slots, self.take(), 0) for one in partials])
 
     def values(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return tuple(torch.stack([part[slots] for part in parts]) for parts in (self.k, self.v))  # type: ignore[return-value]
@@ -102,10 +102,10 @@ class Server:
         for part in (*self.k, *self.v):
             part[slots] = 7.0
 
-    def is_gone(self, landing: PartialLoad) -> bool:
+    def is_gone(self, partial: PartialLoad) -> bool:
         """Neither found nor kept."""
-        one = landing.variant
-        return self.index.get(one.variant_id) is None and self.landings.of(one) is None and not self.locked
+        one = partial.variant
+        return self.index.get(one.variant_id) is None and self.partial_loads.of(one) is None and not self.locked
 
 
 def bits(parts: Sequence[torch.Tensor]) -> bytes:
@@ -153,30 +153,30 @@ def reading() -> Iterator[Callable[..., None]]:
 
 def test_a_forward_gets_each_layer_when_it_is_there(stream, reading):
     server = Server()
-    landings = [server.land(stream(number, layer_s=0.02)) for number in (1, 2)]
-    loads = server.loads(*landings)
-    reading(*(landing.stream for landing in landings))
+    partials = [server.land(stream(number, layer_s=0.02)) for number in (1, 2)]
+    loads = server.loads(*partials)
+    reading(*(partial.stream for partial in partials))
     for layer in range(LAYERS):
         loads.arrive(layer)
         loads.arrive(layer)  # a second pass over the rows
-    for number, (landing, first) in enumerate(zip(landings, (2 * LENGTH, 3 * LENGTH), strict=True), 1):
-        for slots in (landing.slots, torch.arange(first, first + LENGTH)):
+    for number, (partial, first) in enumerate(zip(partials, (2 * LENGTH, 3 * LENGTH), strict=True), 1):
+        for slots in (partial.slots, torch.arange(first, first + LENGTH)):
             assert bits(server.values(slots)) == kv(number)
-    server.landings.poll()
+    server.partial_loads.poll()
     assert not server.locked
-    assert all(server.landings.of(landing.variant) is None for landing in landings)
+    assert all(server.partial_loads.of(partial.variant) is None for partial in partials)
     assert len(server.index) == 2
 
 
 def test_what_nobody_reads_lands_as_well(stream):
     server = Server()
-    landing = server.land(stream(1))
-    server.landings.poll()
+    partial = server.land(stream(1))
+    server.partial_loads.poll()
     assert server.locked, "two layers are to come"
-    landing.stream.run_until(LAYERS)
-    server.landings.poll()
+    partial.stream.run_until(LAYERS)
+    server.partial_loads.poll()
     assert not server.locked
-    assert bits(server.values(landing.slots)) == kv(1)
+    assert bits(server.values(partial.slots)) == kv(1)
 
 
 # Layers that do not come.
@@ -185,9 +185,9 @@ def test_what_nobody_reads_lands_as_well(stream):
 def test_one_deadline_for_all_layers_of_a_forward(stream, reading):
     """Each layer is there within the time after the one before it, but not all of them."""
     server = Server(timeout_s=0.5)
-    landing = server.land(stream(1, layer_s=0.4))
-    loads = server.loads(landing)
-    reading(landing.stream)
+    partial = server.land(stream(1, layer_s=0.4))
+    loads = server.loads(partial)
+    reading(partial.stream)
     began = time.monotonic()
     loads.arrive(0)
     loads.arrive(1)
@@ -196,87 +196,87 @@ def test_one_deadline_for_all_layers_of_a_forward(stream, reading):
         loads.arrive(2)
     assert caught.value.reason == "tier_timeout"
     assert 0.45 < time.monotonic() - began < 0.75
-    server.landings.poll()
-    assert server.is_gone(landing), "another request does not wait for it again"
+    server.partial_loads.poll()
+    assert server.is_gone(partial), "another request does not wait for it again"
 
 
 def test_the_deadline_of_a_forward_is_not_that_of_the_next(stream, reading):
     server = Server(timeout_s=0.5)
     for number in (1, 2):
-        landing = server.land(stream(number, layer_s=0.2))
-        loads = server.loads(landing)
-        reading(landing.stream)
+        partial = server.land(stream(number, layer_s=0.2))
+        loads = server.loads(partial)
+        reading(partial.stream)
         for layer in range(LAYERS):
             loads.arrive(layer)
-        assert bits(server.values(landing.slots)) == kv(number)
+        assert bits(server.values(partial.slots)) == kv(number)
 
 
 def test_a_damaged_layer_stops_the_forward_and_forgets_the_chunk(stream, tmp_path):
     server = Server()
-    landing = server.land(stream(1))
+    partial = server.land(stream(1))
     (path,) = tmp_path.glob("disk/*/*/*/*.kv")
     data = bytearray(path.read_bytes())
     data[-7] ^= 1
     with path.open("r+b") as file:  # in place: the stream has it open
         file.write(data)
-    loads = server.loads(landing)
-    landing.stream.run_until(LAYERS)
+    loads = server.loads(partial)
+    partial.stream.run_until(LAYERS)
     loads.arrive(0)
     loads.arrive(1)
     with pytest.raises(LayerFailed) as caught:
         loads.arrive(2)
     assert caught.value.reason == "tier_corrupt"
-    server.landings.poll()
-    assert server.is_gone(landing)
+    server.partial_loads.poll()
+    assert server.is_gone(partial)
 
 
 def test_what_does_not_come_on_one_rank_comes_on_none(stream):
     ranks = Ranks()
     servers = [Server(reduce_max=ranks.reduce_of(rank)) for rank in range(2)]
-    landings = [server.land(stream(1, folder=f"rank{rank}")) for rank, server in enumerate(servers)]
-    landings[0].stream.run_until(LAYERS)
-    landings[1].stream.fail("missing")
+    partials = [server.land(stream(1, folder=f"rank{rank}")) for rank, server in enumerate(servers)]
+    partials[0].stream.run_until(LAYERS)
+    partials[1].stream.fail("missing")
 
     def serve(rank: int) -> str:
-        loads = servers[rank].loads(landings[rank])
+        loads = servers[rank].loads(partials[rank])
         loads.arrive(0)
         with pytest.raises(LayerFailed) as caught:
             loads.arrive(1)
-        servers[rank].landings.poll()
+        servers[rank].partial_loads.poll()
         return caught.value.reason
 
     with ThreadPoolExecutor(2) as pool:
         assert list(pool.map(serve, range(2))) == ["tier_ranks", "tier_missing"]
-    assert all(server.is_gone(landing) for server, landing in zip(servers, landings, strict=True))
+    assert all(server.is_gone(partial) for server, partial in zip(servers, partials, strict=True))
 
 
 # Room that others need.
 
 
-def test_all_landings_give_way_at_once(stream):
+def test_all_partial_loads_give_way_at_once(stream):
     server = Server()
-    assert not server.landings.give_way(), "there is none"
-    landings = [server.land(stream(number)) for number in (1, 2)]
+    assert not server.partial_loads.give_way(), "there is none"
+    partials = [server.land(stream(number)) for number in (1, 2)]
     assert len(server.locked) == 2
-    assert server.landings.give_way()
-    for landing in landings:
-        assert server.is_gone(landing)
-        assert landing.reason == "memory"
-        assert landing.stream.reason is not None, "a worker may stop reading it"
-    assert not server.landings.give_way()
-    server.landings.poll()
+    assert server.partial_loads.give_way()
+    for partial in partials:
+        assert server.is_gone(partial)
+        assert partial.reason == "memory"
+        assert partial.stream.reason is not None, "a worker may stop reading it"
+    assert not server.partial_loads.give_way()
+    server.partial_loads.poll()
 
 
 @pytest.mark.parametrize("num_ready", [1, LAYERS])
-def test_a_forward_never_writes_to_slots_of_a_landing_that_gave_way(stream, num_ready):
+def test_a_forward_never_writes_to_slots_of_a_load_that_gave_way(stream, num_ready):
     """It was admitted before; between that and its forward the slots were given to somebody else."""
     server = Server()
-    landing = server.land(stream(1, num_layers=num_ready))
-    loads = server.loads(landing)
-    server.landings.give_way()
-    server.overwrite(landing.slots)
-    others = bits(server.values(landing.slots))
+    partial = server.land(stream(1, num_layers=num_ready))
+    loads = server.loads(partial)
+    server.partial_loads.give_way()
+    server.overwrite(partial.slots)
+    others = bits(server.values(partial.slots))
     with pytest.raises(LayerFailed) as caught:
         loads.arrive(0)
     assert caught.value.reason == "memory"
-    assert bits(server.values(landing.slots)) == others
+    assert bits(server.values(partial.slots)) == others
