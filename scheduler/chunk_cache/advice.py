@@ -36,7 +36,11 @@ ADVICE: Mapping[str, tuple[Level, str]] = MappingProxyType(
             "expected of a tenant that floods; if this one needs more, raise partition_share of the server",
         ),
         "too_short": (_MEND, "mark longer chunks, or lower min_reuse_len or --page-size of the server"),
-        "other_system": (_MEND, "send the same text around the passages, or start the server with system_prompts any"),
+        "other_system": (
+            _MEND,
+            "send the same text around the passages, warm them behind it, or start the server with system_prompts any "
+            "and trust any",
+        ),
         "untrusted": (_MEND, "warm the chunk behind this system prompt, or start the server with trust any"),
         "cut": (_ASKED, "normal where a prompt begins as another one did, up to within the chunk; it is computed"),
         "states": (_MEND, "raise state_bytes of the server"),

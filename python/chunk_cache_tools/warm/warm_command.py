@@ -48,7 +48,7 @@ def _parser() -> CommandParser:
         "Have a server compute the chunks of a corpus ahead of time.",
         examples=(
             f"corpus.jsonl --url {URL} --api-key KEY",
-            "corpus.jsonl --field passage --prefix 'Answer from the passages.' --dry-run",
+            "corpus.jsonl --field passage --system 'Answer from the passages.' --dry-run",
             "corpus.jsonl --neighbours 10",
         ),
         exit_codes={
@@ -63,7 +63,9 @@ def _parser() -> CommandParser:
     add("--field", default="text", help="the field with the chunk (default: %(default)s)")
     add_server_flags(parser)
     add("--batch", type=int, default=8, metavar="NUM", help="chunks that are computed at a time (default: %(default)s)")
-    add("--prefix", default=None, metavar="TEXT", help="system prompt in front of every chunk")
+    add("--system", default=None, metavar="TEXT", help="system prompt of your chats; '' if they have none")
+    add("--user", default=None, metavar="TEXT", help="how the user's message of your chats begins, if not by a passage")
+    add("--prefix", default=None, metavar="TEXT", help="text in front of the passages of your prompts, if no chats")
     add("--extra-key", default=None, metavar="KEY", help="partition of the cache")
     add("--cache-salt", default=None, metavar="SALT", help="partition of the cache")
     add("--alone", action="store_true", help="compute each chunk behind nothing but the system prompt; costs answers")
@@ -122,6 +124,17 @@ def _neighbourhood(args: argparse.Namespace, corpus: Corpus) -> Neighbourhood | 
     return found
 
 
+def _front(args: argparse.Namespace) -> dict[str, Any]:
+    """What stands in front of every chunk, as a field of a request."""
+    texts = {"system": args.system, "user": args.user}
+    asked = [role for role, text in texts.items() if text is not None]
+    if not asked:
+        return {"prefix_text": args.prefix}
+    if args.prefix is not None:
+        raise request_error(f"--{asked[0]}", "given beside --prefix", "give --prefix only where prompts are no chats")
+    return {"messages": [{"role": role, "content": text} for role, text in texts.items() if text]}
+
+
 class Task:
     """The work of one command."""
 
@@ -141,7 +154,7 @@ class Task:
         self._patience_s: float = args.retry_s
         self._deadline: float | None = None  # end of the wait for a server that is gone
         self._wait_s = 0.5
-        partition = {"extra_key": args.extra_key, "cache_salt": args.cache_salt, "prefix_text": args.prefix}
+        partition = {"extra_key": args.extra_key, "cache_salt": args.cache_salt, **_front(args)}
         self._body = {name: value for name, value in partition.items() if value is not None} | {"batch": args.batch}
         if args.alone:
             self._body["alone"] = True

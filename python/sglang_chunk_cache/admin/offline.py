@@ -32,7 +32,10 @@ class EngineAdmin:
         """POST /chunk_cache/warm; only the summary."""
 
         async def last_line() -> dict[str, Any]:
-            lines = [line async for line in await warm(self._admin, parse_warm(fields))]
+            body, manager, chat = parse_warm(fields), self._admin.manager, None
+            if body.messages is not None:
+                chat = manager.serving_chat_class(manager, self._engine.template_manager)
+            lines = [line async for line in await warm(self._admin, body, chat=chat)]
             return lines[-1]
 
         return self._run(last_line())

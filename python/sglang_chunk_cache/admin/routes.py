@@ -66,7 +66,8 @@ async def _page(_admin: Admin, _request: Request) -> Response:
 
 async def _warm(admin: Admin, request: Request) -> Response:
     """Computes chunks ahead of time, each behind filler, behind its neighbours, or alone."""
-    lines = await warm(admin, parse_warm(await _json(request)), request)
+    chat = getattr(request.app.state, "openai_serving_chat", None)
+    lines = await warm(admin, parse_warm(await _json(request)), request, chat)
     return StreamingResponse(_json_lines(lines), media_type="application/x-ndjson")
 
 

@@ -68,16 +68,17 @@ class _Chunk:
         return self.behind if self.has_neighbours else ()
 
 
-async def warm(admin: Admin, body: Warm, request: Any = None) -> AsyncIterator[dict[str, Any]]:
+async def warm(admin: Admin, body: Warm, request: Any = None, chat: Any = None) -> AsyncIterator[dict[str, Any]]:
     """Computes chunks that are not stored; yields progress, and a summary at the end.
 
     Args:
         request: the client's request; when the client disconnects, the work stops.
+        chat: our `ChunkServingChat`, which renders messages.
 
     Raises:
         ChunkCacheRequestError: the server cannot do this; raised here, before the first line.
     """
-    work = Warming(admin, body, request)
+    work = Warming(admin, body, request, chat)
     await work.find_neighbours()
     return work.run()
 
@@ -87,19 +88,20 @@ class Warming:
 
     Args:
         request: the client's request; None = no client can disconnect.
+        chat: renders messages; None = the body has none.
 
     Raises:
         ChunkCacheRequestError: this server cannot do it.
     """
 
-    def __init__(self, admin: Admin, body: Warm, request: Any = None) -> None:
+    def __init__(self, admin: Admin, body: Warm, request: Any = None, chat: Any = None) -> None:
         self._admin = admin
         self._body = body
         self._request = request
         self._partition = Partition(body.selection.extra_key, body.selection.cache_salt)
         self._num_chunks = len(body.selection.texts or body.selection.input_ids or ())
         self._check_neighbours()
-        self._prefix = self._prefix_ids()
+        self._prefix = self._prefix_ids(chat)
         self._system = marks_of(self._prefix)
         self._filler = self._filler_chunks()
         self._has_filler: set[int | None] = set()  # replicas whose tree has it
@@ -393,9 +395,14 @@ class Warming:
     def _path(self, i: int) -> str:
         return f"{'input_ids' if self._body.selection.texts is None else 'texts'}[{i}]"
 
-    def _prefix_ids(self) -> tuple[int, ...]:
+    def _prefix_ids(self, chat: Any) -> tuple[int, ...]:
         """The ids in front of every chunk; with BOS only where text is tokenized, as in a prompt of text."""
         body, admin = self._body, self._admin
+        if body.messages is not None:
+            admin.check_text("", "messages")
+            for i, message in enumerate(body.messages):
+                admin.check_text(message["content"], f"messages[{i}].content")
+            return tuple(chat.ids_in_front(body.messages))
         if body.prefix_ids is not None:
             check_vocabulary(body.prefix_ids, admin.manager, "prefix_ids")
             return body.prefix_ids

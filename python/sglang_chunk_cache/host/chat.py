@@ -15,15 +15,15 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sglang.srt.entrypoints.openai.protocol import ChatCompletionMessageContentTextPart
+from sglang.srt.entrypoints.openai.protocol import ChatCompletionMessageContentTextPart, ChatCompletionRequest
 from sglang.srt.entrypoints.openai.serving_chat import OpenAIServingChat
 
-from chunk_cache.errors import request_error
-from chunk_cache.options.request_options import MAX_CHUNKS
+from chunk_cache.errors import ChunkCacheRequestError, request_error
+from chunk_cache.options.request_options import MAX_CHUNKS, loads
 from chunk_cache.prompt.chunk_cache_fields import KEY, as_passages
 from chunk_cache.prompt.marked_body import has_place_for_documents
 from chunk_cache.prompt.marked_ids import MarkedIds, encode_marked
@@ -35,6 +35,9 @@ from sglang_chunk_cache.api.prepare import check_length, check_named_once, may_g
 from sglang_chunk_cache.api.stock_checks import CHAT_NAMES
 from sglang_chunk_cache.flags.server_args import ChunkCacheArgs, attached, get_args
 from sglang_chunk_cache.host import sglext
+
+_PROBE = "7"
+"""Stands where the first chunk would: no tokenizer joins a digit to the signs in front of it."""
 
 _SPANS_REMEDY = f"apply the template yourself and send input_ids with custom_params.{KEY}.spans"
 
@@ -133,6 +136,30 @@ class ChunkServingChat(OpenAIServingChat):
         prepare(adapted, manager, args, names)
         exchange.awaits_reply = may_get_reply(adapted, args)
         return adapted, request
+
+    def ids_in_front(self, messages: Sequence[Mapping[str, str]]) -> tuple[int, ...]:
+        """The ids in front of the first chunk of a chat that begins with these messages, which have no separators.
+
+        Chunks stand behind the text of the last message if it is of the user, else in a message of the user behind it.
+
+        Raises:
+            ChunkCacheRequestError: chats of this server cannot begin so, or cannot have chunks.
+        """
+        args = attached(self.tokenizer_manager.server_args)
+        assert args is not None, "only the chunk cache asks"
+        asked = [dict(message) for message in messages]
+        if not asked or asked[-1]["role"] != "user":
+            asked.append({"role": "user", "content": ""})
+        asked[-1]["content"] += f"{args.separator}{_PROBE}{args.separator}"
+        try:
+            adapted, _ = self._convert_to_internal_request(ChatCompletionRequest(model="", messages=asked))
+        except ChunkCacheRequestError:
+            raise
+        except ValueError as error:  # what the template raises
+            problem = f"the chat template refuses them ({' '.join(str(error).split())})"
+            raise request_error("messages", problem, "send what stands in front of passages in your chats") from None
+        start, _ = loads(adapted.sampling_params["custom_params"][KEY]).spans[0]
+        return tuple(adapted.input_ids[:start])
 
     def _place(self, request: Any, exchange: Exchange, args: ChunkCacheArgs) -> None:
         """Puts all chunks of a request into its messages, in tags.

@@ -34,6 +34,9 @@ MAX_FLUSH_S = 600.0
 
 _SELECTORS = ("texts", "input_ids", "keys")
 _PARTITION = ("extra_key", "cache_salt")
+_FRONTS = ("prefix_text", "prefix_ids", "messages")
+"""Ways to say what stands in front of the chunks to warm."""
+_ROLES = ("system", "developer", "user", "assistant")
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,9 @@ class Warm:
     """Chunks to compute, what stands in front of each, and how many at a time.
 
     Attributes:
+        prefix_text, prefix_ids: the text in front of prompts of text, or its ids.
+        messages: with which chats begin, each a role and a text. Chunks stand behind the text of the last one if it is
+            of the user, else in a message of the user behind them. None = prompts are no chats.
         alone: nothing but the prefix stands in front of a chunk; else the filler does, or neighbours.
         neighbours: how many similar chunks each is computed behind; or a list of them for each, by their places in the
             selection. Chunks without a list are there only to be neighbours. None = behind none.
@@ -90,6 +96,7 @@ class Warm:
     retriever: str = DEFAULT_RETRIEVER
     dry_run: bool = False
     alone: bool = False
+    messages: tuple[dict[str, str], ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -135,11 +142,10 @@ def parse_unpin(body: object) -> ChunkNames | None:
 def parse_warm(body: object) -> Warm:
     """The body of `warm`."""
     ways = _SELECTORS[:2]
-    fields = _object(
-        body, (*ways, *_PARTITION, "prefix_text", "prefix_ids", "batch", "alone", "neighbours", "retriever", "dry_run")
-    )
-    if fields.get("prefix_text") is not None and fields.get("prefix_ids") is not None:
-        raise request_error("prefix_ids", "given beside prefix_text", "give one of them")
+    fields = _object(body, (*ways, *_PARTITION, *_FRONTS, "batch", "alone", "neighbours", "retriever", "dry_run"))
+    fronts = [name for name in _FRONTS if name in fields]
+    if len(fronts) > 1:
+        raise request_error(fronts[1], f"given beside {fronts[0]}", "give one of them")
     prefix_ids = fields.get("prefix_ids")
     selection = _selection(fields, ways)
     neighbours = _neighbours(fields.get("neighbours"), len(selection.texts or selection.input_ids or ()))
@@ -158,6 +164,7 @@ def parse_warm(body: object) -> Warm:
         neighbours=neighbours,
         retriever=retriever or DEFAULT_RETRIEVER,
         dry_run=_boolean(fields.get("dry_run", False), "dry_run"),
+        messages=_messages(fields["messages"]) if "messages" in fields else None,
     )
 
 
@@ -233,6 +240,22 @@ def _text(value: object, path: str) -> str | None:
             path, "has half of a surrogate pair, which is no character", "cut the text between characters"
         )
     return value
+
+
+def _messages(value: object) -> tuple[dict[str, str], ...]:
+    if not isinstance(value, list):
+        raise request_error("messages", f"{show(value)} is not a list", "give the messages in front of the chunks")
+    for i, message in enumerate(value):
+        if not isinstance(message, Mapping) or message.keys() != {"role", "content"}:
+            remedy = "give an object with role and content only, or prefix_ids instead of messages"
+            raise request_error(f"messages[{i}]", f"{show(message)} is not a message of text", remedy)
+        role, content = message["role"], message["content"]
+        if role not in _ROLES:
+            problem, remedy = f"unknown value {show(role)}", f"known values: {', '.join(_ROLES)}"
+            raise request_error(f"messages[{i}].role", problem, remedy)
+        if _text(content, f"messages[{i}].content") is None:
+            raise request_error(f"messages[{i}].content", "null is not a text", "give a string")
+    return tuple(dict(message) for message in value)
 
 
 def _ids(value: object, path: str, *, is_chunk: bool = False) -> tuple[int, ...]:

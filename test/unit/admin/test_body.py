@@ -68,6 +68,16 @@ def test_pin_needs_a_ttl():
         ({"texts": ["a"], "prefix_text": 3}, "prefix_text: "),
         ({"texts": ["a"], "prefix_ids": [1, "a"]}, "prefix_ids[1]: "),
         ({"texts": ["a"], "prefix_ids": [1], "prefix_text": "a"}, "prefix_ids: given beside prefix_text"),
+        ({"texts": ["a"], "messages": [], "prefix_text": "a"}, "messages: given beside prefix_text; "),
+        ({"texts": ["a"], "messages": [], "prefix_ids": []}, "messages: given beside prefix_ids; "),
+        ({"texts": ["a"], "messages": "Read."}, "messages: 'Read.' is not a list; "),
+        ({"texts": ["a"], "messages": ["Read."]}, "messages[0]: 'Read.' is not a message of text; "),
+        ({"texts": ["a"], "messages": [{"role": "system"}]}, "messages[0]: "),
+        ({"texts": ["a"], "messages": [{"role": "user", "content": [], "name": "a"}]}, "messages[0]: "),
+        ({"texts": ["a"], "messages": [{"role": "user", "content": []}]}, "messages[0].content: [] is not a string; "),
+        ({"texts": ["a"], "messages": [{"role": None, "content": "a"}]}, "messages[0].role: unknown value"),
+        ({"texts": ["a"], "messages": [{"role": ["user"], "content": "a"}]}, "messages[0].role: unknown value"),
+        ({"texts": ["a"], "messages": [{"role": "user", "content": None}]}, "messages[0].content: null "),
         ({"texts": ["a"], "neighbours": 0}, "neighbours: 0 is not a legal number; give an integer from 1 to 32"),
         ({"texts": ["a"], "neighbours": 33}, "neighbours: "),
         ({"texts": ["a"], "neighbours": True}, "neighbours: "),
@@ -98,6 +108,9 @@ def test_warm_with_all_fields():
     assert warm == body.Warm(body.ChunkNames(input_ids=((3,), (4, 5))), None, (), 2)
     warm = body.parse_warm({"texts": ["a", "b"], "neighbours": 3, "retriever": "some/model", "dry_run": True})
     assert (warm.neighbours, warm.retriever, warm.dry_run) == (3, "some/model", True)
+    front = {"role": "system", "content": "Read."}
+    assert body.parse_warm({"texts": ["a"], "messages": [front], "prefix_text": None}).messages == (front,)
+    assert (body.parse_warm({"texts": ["a"], "messages": []}).messages, warm.messages) == ((), None)
     warm = body.parse_warm({"texts": ["a", "b", "c"], "neighbours": [[1, 2], []]})
     assert (warm.neighbours, warm.retriever, warm.dry_run) == (((1, 2), ()), "tfidf", False)
 

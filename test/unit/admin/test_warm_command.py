@@ -132,6 +132,21 @@ def run(corpus: Path, fake: FakeServer, *flags: str) -> int:
     return command.main([str(corpus), "--url", fake.url, "--retry-s", "5", *flags])
 
 
+@pytest.mark.parametrize(
+    ("flags", "front"),
+    [
+        (("--system", "Read."), [("system", "Read.")]),
+        (("--system", ""), []),
+        (("--user", "\n"), [("user", "\n")]),
+        (("--system", "Read.", "--user", "\n"), [("system", "Read."), ("user", "\n")]),
+    ],
+)
+def test_the_front_of_chats_is_sent_as_messages(corpus, fake, flags, front):
+    assert run(corpus, fake, *flags) == 0
+    assert fake.bodies[0]["messages"] == [{"role": role, "content": text} for role, text in front]
+    assert "prefix_text" not in fake.bodies[0]
+
+
 def test_the_second_run_does_nothing(corpus, fake, capsys):
     assert run(corpus, fake, "--extra-key", "a", "--prefix", "Read.", "--batch", "3") == 0
     assert fake.seen == [f"passage {i}" for i in range(10)]
@@ -317,6 +332,8 @@ def test_a_dry_run_counts_and_changes_nothing(tmp_path, fake, capsys, monkeypatc
         (("--neighbours", "0"), "--neighbours 0: neither a number from 1 to 32 nor 'file'; give one of them"),
         (("--neighbours", "33"), "--neighbours 33: "),
         (("--neighbours", "lots"), "--neighbours lots: "),
+        (("--system", "Read.", "--prefix", "Read."), "--system: given beside --prefix; "),
+        (("--user", "", "--prefix", "Read."), "--user: given beside --prefix; "),
         (("--retriever", "some/model"), "--retriever some/model: given without --neighbours; "),
         (("--url", "nonsense"), "not a URL"),
         (("--state", "/nonexistent/state"), "--state"),

@@ -98,7 +98,7 @@ class Service:
     def __init__(self, manager: Any, app: Any, scheduler: SchedulerEnd) -> None:
         self.manager = manager
         self.scheduler = scheduler
-        self._app = app
+        self.app = app
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
 
@@ -107,7 +107,7 @@ class Service:
 
     def post(self, path: str, body: Any) -> httpx.Response:
         async def call() -> httpx.Response:
-            transport = httpx.ASGITransport(app=self._app)
+            transport = httpx.ASGITransport(app=self.app)
             async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=60) as client:
                 headers = {"content-type": "application/json"}
                 return await client.post(path, content=json.dumps(body), headers=headers)
