@@ -1,7 +1,8 @@
 r"""MarkedIds: the token ids of a marked prompt, and where its chunks are.
 
 Verbs: `encode_marked`; `encode_prefix` and `encode_chunk`, for what is warmed and in no prompt yet. Promise: the ids
-are those of the same text without marks, which is tokenized once, as a whole. A chunk is a run of these tokens:
+are those of the same text without marks, which is tokenized once, as a whole. Only a tokenizer that neither tells where
+its tokens stand nor decodes them to the text is given the pieces one by one. A chunk is a run of these tokens:
 
     text, in tokens  Read| this|:|\n|\n|Paris| is| in| France|.\n|Rome| is| in| Italy|.\n|\n|Who|?
     marked                           ~~~~~~~~~~~~~~~~~~~     ~~~~~~~~~~~~~~~~~
@@ -17,15 +18,16 @@ are those of the same text without marks, which is tokenized once, as a whole. A
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import numpy as np
 
 from chunk_cache.errors import request_error
 from chunk_cache.prompt.marks import Mark, MarkedText, trimmed, word_end
+from chunk_cache.prompt.token_places import TokenPlaces
 from chunk_cache.types import Span
 
 logger = logging.getLogger(__name__)
@@ -60,8 +62,8 @@ def encode_marked(tokenizer: Any, marked: MarkedText, encode_kwargs: Mapping[str
     """Tokenizes a marked text.
 
     Args:
-        tokenizer: a Hugging Face tokenizer. One that does not tell where its tokens stand (a slow one) is given the
-            pieces one by one, which may change the text that the model reads.
+        tokenizer: a Hugging Face tokenizer. Of one that does not tell where its tokens stand (a slow one), they
+            are decoded to find out.
         marked: the text, split.
         encode_kwargs: what stock SGLang would pass to `tokenizer.encode` for the whole text; decides about BOS.
 
@@ -71,7 +73,7 @@ def encode_marked(tokenizer: Any, marked: MarkedText, encode_kwargs: Mapping[str
     Raises:
         ChunkCacheRequestError: a chunk that was marked for us has no token of its own.
     """
-    encode = _encode_whole if getattr(tokenizer, "is_fast", False) else _encode_pieces
+    encode = _encode_fast if getattr(tokenizer, "is_fast", False) else _encode_slow
     ids, ranges = encode(tokenizer, marked, encode_kwargs or {})
     found = [(span, mark) for span, mark in zip(ranges, marked.marks, strict=True) if mark is not None]
     for (start, end), mark in found:
@@ -105,7 +107,7 @@ def encode_prefix(tokenizer: Any, text: str) -> list[int]:
     return encoded.ids[: encoded.spans[0][0]]
 
 
-def _encode_whole(tokenizer: Any, marked: MarkedText, encode_kwargs: Mapping[str, Any]) -> tuple[list[int], list[Span]]:
+def _encode_fast(tokenizer: Any, marked: MarkedText, encode_kwargs: Mapping[str, Any]) -> tuple[list[int], list[Span]]:
     """The ids of the text, and the tokens of each piece."""
     text = marked.text
     asked = {"return_offsets_mapping": True, "return_special_tokens_mask": True}
@@ -118,15 +120,34 @@ def _encode_whole(tokenizer: Any, marked: MarkedText, encode_kwargs: Mapping[str
     # Tokens of one character overlap.
     ends = np.maximum.accumulate(places[:, 1])
     starts = np.minimum(places[:, 0], np.concatenate([[0], ends[:-1]]))
+    return list(encoded["input_ids"]), _ranges(marked, range(first, last), starts.__getitem__, ends.__getitem__)
+
+
+def _encode_slow(tokenizer: Any, marked: MarkedText, encode_kwargs: Mapping[str, Any]) -> tuple[list[int], list[Span]]:
+    """The same of a tokenizer that does not tell where its tokens stand."""
+    text = marked.text
+    ids = list(tokenizer.encode(text, **encode_kwargs))
+    head, _, tail = _parts(tokenizer, _PROBE, encode_kwargs)
+    first, last = len(head), len(ids) - len(tail)
+    places = TokenPlaces.find(tokenizer, ids[first:last], text) if ids == head + ids[first:last] + tail else None
+    if places is None:
+        return _encode_pieces(tokenizer, marked, encode_kwargs)
+    return ids, _ranges(marked, range(first, last), places.start, places.end)
+
+
+def _ranges(marked: MarkedText, own: range, start_of: Callable[[int], int], end_of: Callable[[int], int]) -> list[Span]:
+    """The tokens of each piece, by the place in the text of each token, counted in the text's `own`."""
     ranges: list[Span] = []
+    tokens, done = range(len(own)), 0
     for visible_end, *bounds in _cores(marked):
-        begin, end, sign_end = (int(i) for i in np.searchsorted(ends, bounds, side="right"))
-        while begin < sign_end and starts[begin] < visible_end:
+        begin, end, sign_end = (bisect_right(tokens, bound, lo=done, key=end_of) for bound in bounds)
+        while begin < sign_end and start_of(begin) < visible_end:
             begin += 1
         if end <= begin < sign_end:
-            end = int(np.searchsorted(ends, ends[begin], side="right"))
-        ranges.append((first + begin, first + max(begin, end)))
-    return list(encoded["input_ids"]), ranges
+            end = bisect_right(tokens, end_of(begin), lo=begin, key=end_of)
+        done = max(begin, end)
+        ranges.append((own.start + begin, own.start + done))
+    return ranges
 
 
 def _cores(marked: MarkedText) -> Iterator[tuple[int, int, int, int]]:
@@ -149,7 +170,12 @@ def _encode_pieces(
     tokenizer: Any, marked: MarkedText, encode_kwargs: Mapping[str, Any]
 ) -> tuple[list[int], list[Span]]:
     """The ids of pieces that are tokenized one by one, and the tokens of each, without white space at its ends."""
-    _warn_of_pieces(type(tokenizer).__name__)
+    logger.warning(
+        "Chunk cache: the tokens that %s makes of a marked text do not decode to it, so it is tokenized piece by piece "
+        "(%s ...), and the model may read other tokens at their borders than without marks; use a fast tokenizer",
+        type(tokenizer).__name__,
+        ", ".join(mark.path for mark in marked.marks if mark is not None)[:80],
+    )
     ids, _, tail = _parts(tokenizer, _PROBE, encode_kwargs)
     ranges = []
     for piece, mark in zip(marked.pieces, marked.marks, strict=True):
@@ -168,12 +194,3 @@ def _parts(tokenizer: Any, text: str, encode_kwargs: Mapping[str, Any]) -> tuple
     start = next((i for i in range(len(whole)) if whole[i : i + len(body)] == body), None)
     assert start is not None, f"the tokenizer gives {whole} for {text!r}, which does not contain {body}"
     return whole[:start], body, whole[start + len(body) :]
-
-
-@cache
-def _warn_of_pieces(name: str) -> None:
-    logger.warning(
-        "Chunk cache: %s does not tell where its tokens stand, so marked texts are tokenized piece by piece, and the "
-        "model may read white space at their borders that is not there; use a fast tokenizer",
-        name,
-    )
