@@ -1,7 +1,8 @@
 """Requests that would crash a stock server, or get a 500 from it, with marks or without: each gets a 400.
 
 Verbs: `check_body` (what SGLang's readers of bodies let through), `check_vocabulary` (token ids), `check_parameters`
-(how it is sampled, which log-probabilities are returned).
+(how it is sampled, which log-probabilities are returned); `sampling_problem` says what is wrong with sampling
+parameters.
 `Names` has the names of the fields on a route.
 """
 
@@ -208,18 +209,18 @@ def _check_sampling(sampling_params: object, manager: Any, names: Names) -> None
         if num is None or (isinstance(num, int) and num < 1):
             wrong = "null is not a number" if num is None else f"{num} answers"
             raise request_error(f"{path}.n".lstrip("."), wrong, "give at least 1, or leave it out")
-        if params is None or _sampling_problem(params, manager) is None:
+        if params is None or sampling_problem(params, manager) is None:
             continue
         if not isinstance(params, Mapping):
             raise request_error(path, f"{show(params)} is not an object", 'give an object such as {"temperature": 0}')
         for name, value in params.items():
-            problem = _sampling_problem({name: value}, manager)
+            problem = sampling_problem({name: value}, manager)
             if problem is not None and str(name) not in problem:
                 where = f"{path}.{name}".lstrip(".")
                 raise request_error(where, f"{show(value)} cannot be used: {problem}", "correct it, or leave it out")
 
 
-def _sampling_problem(params: Any, manager: Any) -> str | None:
+def sampling_problem(params: Any, manager: Any) -> str | None:
     """Why these parameters cannot be sent to a scheduler, in SGLang's words; None = they can."""
     try:
         built = manager.sampling_params_class(**{**params, "custom_params": _others_params(params)})

@@ -128,6 +128,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     from sglang.srt.entrypoints import http_server
     from sglang.srt.entrypoints.anthropic import serving
     from sglang.srt.entrypoints.engine import init_tokenizer_manager
+    from sglang.srt.entrypoints.ollama import serving as ollama
     from sglang.srt.entrypoints.openai import serving_chat, serving_completions, serving_responses
     from sglang.srt.runtime_context import publish, restore_context, snapshot_context
     from sglang.srt.server_args import PortArgs, ServerArgs
@@ -156,6 +157,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     state.openai_serving_chat = serving_chat.OpenAIServingChat(manager, templates)
     state.openai_serving_responses = serving_responses.OpenAIServingResponses(manager, templates)
     state.anthropic_serving = serving.AnthropicServing(state.openai_serving_chat)
+    state.ollama_serving = ollama.OllamaServing(manager)
     admin_routes.add_routes()
     options.set_args(args)
     yield Service(manager, http_server.app, SchedulerEnd(port_args))

@@ -339,6 +339,52 @@ def test_routes_that_do_not_mark_chunks(service, seen, route, body, path):
     assert seen == []
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"options": {"top_k": 2**31}}, "options.top_k: 2147483648 cannot be used: it must be below 2**31; "),
+        ({"options": {"temperature": "hot"}}, "options.temperature: 'hot' cannot be used: "),
+        ({"options": {"stop": [3]}}, "options.stop: [3] cannot be used: "),
+        ({"options": {"num_predict": "x"}}, "options.num_predict: 'x' cannot be used: "),
+        ({"options": {"num_predict": -1}}, "options.num_predict: -1 cannot be used: max_new_tokens must be at least 0"),
+        ({"options": {"seed": 1}}, "options.seed: 1 cannot be used: "),
+        ({"options": {"num_predict": 10**6}}, "Requested token count exceeds the model's maximum context length"),
+        ({"messages": []}, "Cannot apply chat template to an empty conversation"),
+    ],
+)
+def test_bad_requests_on_the_routes_of_ollama(service, seen, fields, message, stream):
+    for route, prompt in (
+        ("/api/chat", {"messages": [{"role": "user", "content": "hi"}]}),
+        ("/api/generate", {"prompt": "hi"}),
+    ):
+        if "messages" in fields and "messages" not in prompt:
+            continue
+        response = service.post(route, {"model": "m", **prompt, **fields, "stream": stream})
+        assert response.status_code == 400, response.text
+        assert response.json()["error"].startswith(message)
+    assert seen == []
+
+
+def test_a_chat_that_the_template_refuses_on_the_route_of_ollama(service, seen, monkeypatch):
+    monkeypatch.setattr(service.manager.tokenizer, "chat_template", "{{ raise_exception('the roles must alternate') }}")
+    response = service.post("/api/chat", {"model": "m", "messages": [{"role": "user", "content": "hi"}]})
+    assert (response.status_code, response.json()) == (400, {"error": "the roles must alternate"})
+    assert seen == []
+
+
+@pytest.mark.parametrize(
+    ("route", "prompt"),
+    [("/api/chat", {"messages": [{"role": "user", "content": "hi"}]}), ("/api/generate", {"prompt": "hi"})],
+)
+def test_good_requests_on_the_routes_of_ollama(service, seen, route, prompt):
+    body = {"model": "m", **prompt, "options": {"temperature": 0, "num_predict": 3}}
+    assert service.post(route, {**body, "stream": False}).json()["eval_count"] == 3
+    lines = [json.loads(line) for line in service.post(route, body).text.splitlines()]
+    assert [one["done"] for one in lines[-2:]] == [False, True]
+    assert len(seen) == 2
+
+
 def test_the_route_of_vertex_under_another_name(service, seen, monkeypatch):
     monkeypatch.setenv("AIP_PREDICT_ROUTE", "/generate")  # one that exists
     response = service.post("/generate", {"instances": [{"text": "a"}], "chunk_cache": {"mode": "off"}})
