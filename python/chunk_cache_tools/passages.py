@@ -17,6 +17,7 @@ from typing import Any
 
 from chunk_cache.errors import request_error
 from chunk_cache.options.defaults import DEFAULT_SEPARATOR
+from chunk_cache.prompt.marks import is_blank
 from chunk_cache.prompt.passage import Passage, write_passage
 from chunk_cache_tools.server_client import ServerClient
 
@@ -59,7 +60,7 @@ class PassageWriter:
             ServerGone: the server is asked, and does not answer.
         """
         given = [{"text": one} if isinstance(one, str) else dict(one) for one in passages]
-        given = [one for one in given if one["text"].strip()]
+        given = [one for one in given if not is_blank(one["text"])]
         if not given:
             return dict(body)
         if self._knows():

@@ -17,6 +17,7 @@ from __future__ import annotations
 from sglang.lang.ir import SglConstantText
 
 from chunk_cache.options.defaults import DEFAULT_SEPARATOR
+from chunk_cache.prompt.marks import is_blank
 
 
 class _MarkedText(str):
@@ -34,7 +35,7 @@ class _MarkedText(str):
         head, separator, gap = before.rpartition(self.separator)
         if separator and not gap:
             return head + str.__str__(self)
-        if separator and not gap.strip():
+        if separator and is_blank(gap):
             raise ValueError(
                 f"chunk(): only white space {gap!r} stands between two separators; put it into one of the chunks"
             )
@@ -54,7 +55,7 @@ def chunk(text: str, *, separator: str = DEFAULT_SEPARATOR) -> SglConstantText:
     Example:
         >>> s += chunk("Paris is the capital of France.\\n") + "Which city is the capital?"
     """
-    if not text.strip():
+    if is_blank(text):
         raise ValueError("chunk(): the text is empty; leave the chunk out")
     if separator in text:
         raise ValueError(f"chunk(): the text contains the separator {separator!r}; remove it from the text")

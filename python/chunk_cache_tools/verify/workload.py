@@ -29,7 +29,7 @@ from chunk_cache.errors import ChunkCacheRequestError, request_error, user_error
 from chunk_cache.options.request_options import parse_request
 from chunk_cache.prompt.marked_body import MarkedBody, MarkFlags, read_body
 from chunk_cache.prompt.marked_ids import encode_marked
-from chunk_cache.prompt.marks import MarkedText
+from chunk_cache.prompt.marks import MarkedText, is_blank
 from chunk_cache.types import Span
 from chunk_cache_tools.jsonl import DataError, read_jsonl
 from chunk_cache_tools.verify.chat_prompt import NotRead, write_chat
@@ -262,7 +262,7 @@ class _Reader:
             if not isinstance(text, str):
                 raise request_error(name, "not a string", "give a text")
         for i, chunk in enumerate(chunks):
-            if not chunk.strip():
+            if is_blank(chunk):
                 raise request_error(f"chunks[{i}]", "empty", "leave it out")
         system, question, *texts = (text.replace(separator, " ") for text in (system, question, *chunks))
         written = (PLAIN.chunk.replace("{chunk}", text) for text in texts)

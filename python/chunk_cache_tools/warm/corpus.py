@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from chunk_cache.errors import is_unicode, show
+from chunk_cache.prompt.marks import is_blank
 
 _BLOCK_LEN = 1 << 20
 
@@ -75,7 +76,7 @@ class Corpus:
             return Line(number, end, None, f"{self.field}: {show(text)} is not a string")
         if not is_unicode(text):
             return Line(number, end, None, f"{self.field}: half of a surrogate pair, which is no character")
-        if not text.strip():
+        if is_blank(text):
             return Line(number, end, None, f"{self.field}: the text is empty")
         return Line(number, end, text, neighbours=value.get("neighbours"))
 

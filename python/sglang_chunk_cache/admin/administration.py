@@ -28,6 +28,7 @@ from chunk_cache.options.admin_bodies import ChunkNames, Eviction, Listing, Pin
 from chunk_cache.options.config import describe
 from chunk_cache.options.warming_limits import MAX_BATCH
 from chunk_cache.prompt.marked_ids import encode_chunk
+from chunk_cache.prompt.marks import is_blank
 from sglang_chunk_cache.admin import scheduler_side as messages
 from sglang_chunk_cache.admin.journal import merge
 from sglang_chunk_cache.api.stock_checks import check_vocabulary
@@ -302,7 +303,7 @@ class Admin:
             ChunkCacheRequestError: the text cannot be a chunk.
         """
         self.check_text(text, path)
-        if not text.strip():
+        if is_blank(text):
             raise request_error(path, "the chunk is empty", "give it text, or remove it")
         ids, end_ids = encode_chunk(self.manager.tokenizer, text, path)
         return tuple(ids), tuple(end_ids)

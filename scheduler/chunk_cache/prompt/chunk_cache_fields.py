@@ -12,6 +12,7 @@ from typing import Any
 
 from chunk_cache.errors import given, is_unicode, known_names, request_error, show
 from chunk_cache.options.request_options import KEYS, MAX_CHUNKS
+from chunk_cache.prompt.marks import is_blank
 from chunk_cache.prompt.passage import PLACEHOLDER, Passage
 
 KEY = "chunk_cache"
@@ -74,7 +75,7 @@ def read_asked(body: Mapping[str, Any], separator: str, keys: Sequence[str] = RO
         template=_read_template(value.get("template"), f"{path}.template", separator),
         blank=blank,
     )
-    if asked.template is not None and "chunks" not in value and not body.get("documents"):
+    if asked.template is not None and "chunks" not in value and body.get("documents") is None:
         raise request_error(f"{path}.template", "there are no passages to write", f"give {path}.chunks too")
     return asked
 
@@ -103,10 +104,10 @@ def read_documents(value: object, path: str, separator: str) -> tuple[dict[str, 
         text = check_text(document.get("text"), f"{where}.text" if document is one else where, separator)
         if document.get("title") is not None:
             check_text(document["title"], f"{where}.title", separator)
-        if text.strip():
-            documents[where] = dict(document)
-        else:
+        if is_blank(text):
             blank.append(where)
+        else:
+            documents[where] = dict(document)
     return documents, blank
 
 
@@ -169,10 +170,10 @@ def _read_passages(value: object, path: str, separator: str) -> tuple[tuple[Pass
         if name and texts.setdefault(name, text) != text:
             problem = f"{show(name)} is the id of another text too"
             raise request_error(f"{where}.id", problem, "give each text an id of its own")
-        if text.strip():
-            passages.append(Passage(text, where, name))
-        else:
+        if is_blank(text):
             blank.append(where)
+        else:
+            passages.append(Passage(text, where, name))
     return tuple(passages), tuple(blank)
 
 

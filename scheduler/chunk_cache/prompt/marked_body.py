@@ -27,7 +27,7 @@ from chunk_cache.prompt.chunk_cache_fields import (
     read_asked,
     read_documents,
 )
-from chunk_cache.prompt.marks import Mark, Marks, trimmed
+from chunk_cache.prompt.marks import Mark, Marks, is_blank, trimmed
 from chunk_cache.prompt.passage import Passage, write_passage
 
 _CACHE_MARKS = ("prompt_cache_breakpoint", "cache_control")
@@ -239,7 +239,7 @@ class _Field:
     @property
     def has_text(self) -> bool:
         found = self._holder.get(self._key)
-        return isinstance(found, str) and bool(found.strip())
+        return isinstance(found, str) and not is_blank(found)
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import re
 import secrets
+import unicodedata
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -91,7 +92,7 @@ def split_marked(text: str, separator: str, path: str) -> MarkedText | None:
         problem = f"{len(pieces) - 2} chunks between separators {separator!r}, and {MAX_CHUNKS} is the limit"
         raise request_error(path, problem, "mark longer chunks")
     for index, piece in enumerate(pieces[1:-1]):
-        if not piece.strip():
+        if is_blank(piece):
             problem = f"chunk {index} between two separators {separator!r} is empty"
             raise request_error(path, problem, "give it text, or remove one")
     marks = (Mark(f"{path}: chunk {index}", piece.strip()) for index, piece in enumerate(pieces[1:-1]))
@@ -210,6 +211,11 @@ def trimmed(text: str) -> tuple[str, str, str]:
     core = text.strip()
     start = text.find(core)
     return text[:start], core, text[start + len(core) :]
+
+
+def is_blank(text: str) -> bool:
+    """Whether a text has nothing to see: white space, and signs such as the zero-width space (category Cf), or none."""
+    return all(sign.isspace() or unicodedata.category(sign) == "Cf" for sign in text)
 
 
 def word_end(core: str) -> int:

@@ -416,6 +416,9 @@ BLANK = [
         "messages[0].content[0].document",
     ),
     (COMPLETIONS, {"model": "m", "prompt": "Who?", "chunk_cache": {"chunks": [{"text": " "}]}}, "chunk_cache.chunks"),
+    (CHAT, chat(("user", "Who?"), chunk_cache={"chunks": [{"text": "\u200b\n"}, {"text": "\ufeff"}]}), "chunks[1]"),
+    (CHAT, chat(("user", "Who?"), documents=["\u2060", "\xad"]), "documents[0] (no visible text), documents[1]"),
+    (MESSAGES, messages(text("\u200b", **CONTROL), text("Who?"), chunk_cache=MARKS), "messages[0].content[0].cache_"),
 ]
 
 
@@ -426,6 +429,13 @@ def test_blank_passages_are_skipped_and_named(service, seen, route, body, named,
     assert chunks_of(service, seen[0]) == []
     assert named in response.headers[UNUSED]
     assert "Who?" in text_of(service, seen[0])
+
+
+@pytest.mark.parametrize("passages", [{"documents": []}, {"chunk_cache": {"chunks": []}}])
+def test_a_template_may_have_no_passage_to_write(service, seen, passages):
+    asked = {**passages.get("chunk_cache", {}), "template": "{text}"}
+    sent(service, seen, CHAT, chat(("user", "Who?"), **{**passages, "chunk_cache": asked}))
+    assert chunks_of(service, seen[0]) == []
 
 
 def test_passages_beside_a_blank_one_keep_their_places(service, seen):

@@ -6,7 +6,7 @@ import pytest
 
 from chunk_cache.errors import ChunkCacheRequestError
 from chunk_cache.options.request_options import MAX_CHUNKS
-from chunk_cache.prompt.marks import Mark, Marks, split_marked
+from chunk_cache.prompt.marks import Mark, Marks, is_blank, split_marked
 
 SEP = "<|chunk|>"
 
@@ -36,10 +36,16 @@ def test_lone_separator_is_refused(text):
         split_marked(text, SEP, "prompt[1]")
 
 
-@pytest.mark.parametrize("chunk", ["", " ", "\n\t"])
+@pytest.mark.parametrize("chunk", ["", " ", "\n\t", "\u200b", "\ufeff \n"])
 def test_empty_chunk_is_refused(chunk):
     with pytest.raises(ChunkCacheRequestError, match=r"^text: chunk 1 .* is empty"):
         split_marked(f"a{SEP}b{SEP}{chunk}{SEP}c", SEP, "text")
+
+
+@pytest.mark.parametrize("text", ["", " \n", "\u200b", "\ufeff", "\u2060", "\xad", "\u200b \xad\t"])
+def test_what_cannot_be_seen_is_blank(text):
+    assert is_blank(text)
+    assert not is_blank(f"{text}.{text}")
 
 
 def test_the_number_of_chunks_is_bounded():
