@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import NoneType
 from typing import Any
 
 from chunk_cache.errors import given, is_unicode, known_names, request_error, show
@@ -88,7 +89,7 @@ def read_documents(value: object, path: str, separator: str) -> tuple[dict[str, 
         of those without visible text, which are left out.
 
     Raises:
-        ChunkCacheRequestError: it is no such list, or a document has no text.
+        ChunkCacheRequestError: it is no such list, or a document has no text, or an id that is no name.
     """
     documents, blank = dict[str, dict[str, Any]](), list[str]()
     if value is None:
@@ -104,6 +105,10 @@ def read_documents(value: object, path: str, separator: str) -> tuple[dict[str, 
         text = check_text(document.get("text"), f"{where}.text" if document is one else where, separator)
         if document.get("title") is not None:
             check_text(document["title"], f"{where}.title", separator)
+        if type(document.get("id")) not in (str, int, float, NoneType):  # True is an int, and no number
+            problem = f"{show(document['id'])} is neither a string nor a number"
+            raise request_error(f"{where}.id", problem, "give one of the two, or leave it out")
+        check_text(document_id(document), f"{where}.id", separator)
         if is_blank(text):
             blank.append(where)
         else:
@@ -114,9 +119,14 @@ def read_documents(value: object, path: str, separator: str) -> tuple[dict[str, 
 def as_passages(documents: Mapping[str, Mapping[str, Any]]) -> tuple[Passage, ...]:
     """Documents as passages, for a model whose own template has no place for documents."""
     return tuple(
-        Passage(document["text"], path, str(document.get("id") or ""), document.get("title") or "")
+        Passage(document["text"], path, document_id(document), document.get("title") or "")
         for path, document in documents.items()
     )
+
+
+def document_id(document: Mapping[str, Any]) -> str:
+    """The id of a document as the chunk's name, which is a text; empty = it has none."""
+    return "" if document.get("id") is None else str(document["id"])
 
 
 def check_text(text: object, path: str, separator: str) -> str:

@@ -24,6 +24,7 @@ from chunk_cache.prompt.chunk_cache_fields import (
     ROUTE_KEYS,
     ChunkCacheFields,
     check_text,
+    document_id,
     read_asked,
     read_documents,
 )
@@ -77,7 +78,10 @@ class MarkedBody:
 
     def tag_documents(self) -> list[dict[str, Any]]:
         """The documents for a chat template that has a place for them, each text in tags."""
-        return [{**one, "text": self.marks.tag(one["text"], Mark(path))} for path, one in self.documents.items()]
+        return [
+            {**one, "text": self.marks.tag(one["text"], Mark(path, id=document_id(one) or None))}
+            for path, one in self.documents.items()
+        ]
 
     def check_one_way(self) -> None:
         """Checks that chunks are marked either by spans or in other ways.

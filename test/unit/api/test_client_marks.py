@@ -271,6 +271,19 @@ def test_documents_in_the_models_own_template(service, seen, template):
     assert chunks_of(service, seen[0]) == ["<the rose", "<the tale"]
 
 
+@pytest.mark.parametrize("has_place", [False, True])
+def test_ids_of_documents_are_those_of_their_chunks(service, seen, template, has_place):
+    if has_place:
+        template(
+            "{% for d in documents or () %}<{{ d.id + 1 if d.id is number else d.id }} {{ d.text }}>{% endfor %}"
+            + LOOP.replace("WRITTEN", "{{ m.content }}")
+        )
+    documents = [{"id": 0, "text": "the rose"}, {"id": "z", "text": "the tale"}, "the end", {"id": 1.5, "text": "so"}]
+    sent(service, seen, CHAT, chat(("user", "Who?"), documents=documents))
+    assert loads(carried(seen[0])).chunk_ids == ("0", "z", None, "1.5")
+    assert ("<1 the rose>" in text_of(service, seen[0])) == has_place  # the template gets the number
+
+
 def test_documents_that_the_template_leaves_out_are_named(service, seen, template):
     template("{% if tools %}{{ documents }}{% endif %}" + LOOP.replace("WRITTEN", "{{ m.content }}"))
     response = sent(service, seen, CHAT, chat(("user", "Who?"), documents=["the rose"]))
@@ -650,6 +663,9 @@ USER = ("user", "Who?")
         (CHAT, chat(USER, documents={}), "documents: {} is not a list"),
         (CHAT, chat(USER, documents=[{"title": "a"}]), "documents[0].text: no text"),
         (CHAT, chat(USER, documents=[7]), "documents[0]: 7 is no document"),
+        (CHAT, chat(USER, documents=[{"text": "a", "id": {"a": 1}}]), "documents[0].id: {'a': 1} is neither a string"),
+        (CHAT, chat(USER, documents=["b", {"text": "a", "id": True}]), "documents[1].id: true is neither a string nor"),
+        (CHAT, chat(USER, documents=[{"text": "a", "id": SEP}]), "documents[0].id: the separator '<|chunk|>' stands"),
         (
             CHAT,
             chat(("user", [text(f"a{SEP}b", **CONTROL), text("c")]), chunk_cache={"marks": True}),
