@@ -36,8 +36,10 @@ _ROLES = ("user", "tool", "function", "system", "developer")
 _OFF = "off: --chunk-cache-marks"
 _BLANK = "no visible text"
 _NO_TEXT = "not on a text of the prompt"
-_HOLDERS = ("system", "messages", "input", "content", "source", "tools", "function", "tool_calls")
-"""Keys of a body under which marks are looked for; not the schemas of tools, whose keys are their own."""
+_HOLDERS = ("system", "messages", "content", "source", "tools", "function", "tool_calls")
+"""Keys of a body under which marks are looked for; not the schemas and arguments of tools, whose keys are their own."""
+_DOCUMENT_ROUTES = ("/v1/chat/completions", "/invocations", "/v1/rerank")
+"""Routes that read `documents`."""
 _MAX_DEPTH = 8
 """Objects inside each other that are searched for marks; a text of a document in the result of a tool is the sixth."""
 
@@ -115,14 +117,17 @@ def read_body(path: str, body: object, marked: MarkedBody, flags: MarkFlags) -> 
     if not isinstance(body, dict):  # which SGLang's own models cannot read either: a chat would be a 500
         raise request_error("body", f"{show(body)} is no object", "send a JSON object")
     reader(body, marked, flags)
+    if body.get("documents") and path not in _DOCUMENT_ROUTES:
+        _name_unused(marked, ("documents",), "this route does not read them")
 
 
 # What each route reads.
 
 
-def _read_generate(body: dict[str, Any], _marked: MarkedBody, _flags: MarkFlags) -> None:
+def _read_generate(body: dict[str, Any], marked: MarkedBody, _flags: MarkFlags) -> None:
     _refuse(body, (), "sampling_params.custom_params.chunk_cache")
     _refuse(body, ("custom_params",), "sampling_params.custom_params.chunk_cache")
+    _name_unused(marked, _marks_in(body), _NO_TEXT)
 
 
 def _read_completion(body: dict[str, Any], marked: MarkedBody, flags: MarkFlags) -> None:
@@ -438,7 +443,7 @@ def _marks_in(holder: Mapping[str, Any], path: str = "", depth: int = _MAX_DEPTH
         return
     dot = f"{path}." if path else ""
     yield from (f"{dot}{name}" for name in _CACHE_MARKS if holder.get(name) is not None)
-    for name in _HOLDERS:
+    for name in _HOLDERS if path else (*_HOLDERS, "input"):  # further inside, an `input` has the arguments of a tool
         inner = holder.get(name)
         if isinstance(inner, dict):
             yield from _marks_in(inner, f"{dot}{name}", depth - 1)

@@ -18,6 +18,7 @@ from unit.api.client_bodies import CHAT, CHUNKS, COMPLETIONS, MESSAGES, SEARCH, 
 BREAKPOINT = {"prompt_cache_breakpoint": {"mode": "explicit"}}
 CONTROL = {"cache_control": {"type": "ephemeral"}}
 UNUSED = "x-chunk-cache-unused"
+NOT_READ = "documents (this route does not read them)"
 
 
 @pytest.fixture
@@ -477,6 +478,7 @@ FUNCTION = {"type": "function", "function": {"name": "look", "parameters": TOOL[
         (CHAT, chat({"role": "user", "content": [text("a"), text("Who?")], **CONTROL}), ["messages[0].cache_control"]),
         (COMPLETIONS, {"model": "m", "prompt": "Who?", **CONTROL}, ["cache_control"]),
         ("/v1/responses", {"model": "m", "input": "Who?", **CONTROL}, ["cache_control"]),
+        ("/generate", {"text": "Who?", **CONTROL}, ["cache_control"]),
     ],
 )
 def test_marks_elsewhere_are_named(service, seen, use, route, body, paths, is_on):
@@ -485,6 +487,31 @@ def test_marks_elsewhere_are_named(service, seen, use, route, body, paths, is_on
     assert len(named) == len(paths), named
     for path, one in zip(paths, named, strict=True):
         assert one.startswith(path)
+
+
+def test_an_argument_of_a_tool_is_no_mark(service, seen):
+    call = {"type": "tool_use", "id": "t", "name": "look", "input": {**CONTROL, "content": [text("a", **CONTROL)]}}
+    body = messages(text("Look."))
+    body["messages"] += [
+        {"role": "assistant", "content": [call]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t", "content": "plain"}, text("Who?")]},
+    ]
+    assert UNUSED not in sent(service, seen, MESSAGES, body).headers
+
+
+@pytest.mark.parametrize(
+    ("route", "body"),
+    [
+        (COMPLETIONS, {"model": "m", "prompt": "Who?"}),
+        (MESSAGES, messages(text("Who?"))),
+        (f"{MESSAGES}/count_tokens", messages(text("Who?"))),
+        ("/v1/responses", {"model": "m", "input": "Who?"}),
+        ("/generate", {"text": "Who?"}),
+    ],
+)
+def test_documents_where_they_are_not_read_are_named(service, seen, route, body):
+    assert service.post(route, {**body, "documents": DOCUMENTS}).headers[UNUSED] == NOT_READ
+    assert UNUSED not in service.post(route, {**body, "documents": []}).headers
 
 
 def test_a_mark_is_named_once(service, seen, use):
