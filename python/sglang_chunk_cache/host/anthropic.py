@@ -56,11 +56,13 @@ class ChunkAnthropicServing(AnthropicServing):
             message = AnthropicMessagesRequest(**{**dict(request), "max_tokens": 1})
             asked = self._convert_to_chat_completion_request(message)
             adapted, _ = chat._convert_to_internal_request(asked, raw_request)
+            ids = adapted.input_ids
+            if adapted.contains_mm_input() and not chat.tokenizer_manager.keeps_images_on_gpu:
+                ids = await chat.tokenizer_manager.ids_with_images(adapted)
         except PromptTooLong as error:
             return JSONResponse({"input_tokens": error.num_tokens})
         except Exception as error:  # noqa: BLE001  (as SGLang's own: whatever cannot be converted is a bad request)
             return self._error_response(HTTPStatus.BAD_REQUEST, "invalid_request_error", str(error))
-        ids = adapted.input_ids
         if ids is None:
             ids = chat.tokenizer_manager.tokenizer.encode(adapted.text)
         return JSONResponse({"input_tokens": len(ids)})

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 from sglang.srt.managers.communicator import FanOutCommunicator
@@ -107,6 +107,25 @@ class ChunkTokenizerManager(TokenizerManager):
         note_own(request)
         async for _ in self.generate_request(request):
             pass
+
+    @property
+    def keeps_images_on_gpu(self) -> bool:
+        """Whether an image that is read takes a place on the GPU, which only the scheduler gives back."""
+        return bool(getattr(self.mm_processor, "use_cuda_ipc", False))
+
+    async def ids_with_images(self, obj: GenerateReqInput) -> Sequence[int]:
+        """The token ids of a prompt with images, as the model would be given them; nothing is sent to it.
+
+        Raises:
+            ValueError: SGLang refuses the request, such as an image that it cannot read.
+        """
+        obj.normalize_batch_and_arguments()
+        self._init_req_state(obj)
+        try:
+            tokenized = await self._tokenize_one_request(obj)
+        finally:
+            del self.rid_to_state[obj.rid]
+        return tokenized.input_ids
 
     def update_request_meta_info(
         self,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -397,6 +398,25 @@ def test_counted_tokens_are_those_of_the_message(service, seen, name, has_limit)
     body = body if has_limit else {key: value for key, value in body.items() if key != "max_tokens"}
     assert sent(service, seen, f"{MESSAGES}/count_tokens", body).json() == {"input_tokens": expected}
     assert seen == []
+
+
+IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"}}
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_images_are_counted_as_the_model_reads_them(service, seen, monkeypatch, template, on_gpu):
+    template("{% for m in messages %}{% for p in m.content %}<{{ p.text }}>{% endfor %}{% endfor %}", "openai")
+
+    async def read(**_: Any) -> Any:
+        return SimpleNamespace(input_ids=[5] * 44, token_type_ids=None, mm_items=[])
+
+    processor = SimpleNamespace(prefer_tokenized_input=False, use_cuda_ipc=on_gpu, process_mm_data_async=read)
+    monkeypatch.setattr(service.manager, "mm_processor", processor)
+    monkeypatch.setattr(service.manager.model_config, "is_multimodal", True)
+    counted = sent(service, seen, f"{MESSAGES}/count_tokens", messages(IMAGE, text("Who?"))).json()["input_tokens"]
+    assert (counted == 44) is not on_gpu
+    assert seen == []
+    assert service.manager.rid_to_state == {}
 
 
 def test_what_a_message_refuses_is_not_counted(service, seen):
