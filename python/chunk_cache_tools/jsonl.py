@@ -1,4 +1,7 @@
-"""JSONL files: `read_jsonl` gives (`file:line`, object) for every line, or raises a `DataError`."""
+"""JSONL files: `read_jsonl` gives (`file:line`, object) for every line, or raises a `DataError`.
+
+`object_in` reads one line, or another text from a user that must be a JSON object.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from chunk_cache.errors import ChunkCacheRequestError
+from chunk_cache.errors import ChunkCacheRequestError, one_line
 
 
 class DataError(ChunkCacheRequestError):
@@ -16,6 +19,23 @@ class DataError(ChunkCacheRequestError):
 
 
 _LOGGED = re.compile(r"^\[[^\]]*\] (?=\{.*\"event\")")  # the time in front of an event in a server's log
+
+
+def object_in(text: str | bytes) -> dict[str, Any]:
+    """The JSON object in a text.
+
+    Raises:
+        ValueError: there is none; the message says why, as a part of a sentence.
+    """
+    try:
+        value = json.loads(text)
+    except RecursionError:
+        raise ValueError("objects or lists are nested too deep") from None
+    except ValueError as error:  # also an integer of more digits than Python reads
+        raise ValueError(f"not JSON ({one_line(error)})") from None
+    if not isinstance(value, dict):
+        raise ValueError("not an object")
+    return value
 
 
 def read_jsonl(path: str | Path) -> Iterable[tuple[str, dict[str, Any]]]:
@@ -37,9 +57,7 @@ def read_jsonl(path: str | Path) -> Iterable[tuple[str, dict[str, Any]]]:
         line = _LOGGED.sub("", line)
         where = f"{path}:{number}"
         try:
-            value = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise DataError(f"{where}: not JSON ({error}); give one object per line.") from error
-        if not isinstance(value, dict):
-            raise DataError(f"{where}: not an object; give one object per line.")
+            value = object_in(line)
+        except ValueError as error:
+            raise DataError(f"{where}: {error}; give one object per line.") from None
         yield where, value

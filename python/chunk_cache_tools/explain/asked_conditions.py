@@ -5,13 +5,13 @@ Verbs: `asked_conditions` (reads the flags of the command line), `parse_options`
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from chunk_cache.errors import request_error, show
+from chunk_cache.errors import given, request_error, show
 from chunk_cache.methods import METHODS, METHODS_OF_ANY_SERVER
 from chunk_cache_tools.conditions import Condition, check_ratio, parse_method
+from chunk_cache_tools.jsonl import object_in
 
 
 def asked_conditions(texts: Sequence[str], ratio: float | None, options: Mapping[str, Any]) -> list[Condition]:
@@ -40,17 +40,12 @@ def asked_conditions(texts: Sequence[str], ratio: float | None, options: Mapping
 
 
 def parse_options(text: str) -> dict[str, Any]:
-    """Reads the object of `--options`.
+    """Reads the object of `--options`; null is not given.
 
     Raises:
         ChunkCacheRequestError: it is not a JSON object.
     """
     try:
-        value = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise request_error(
-            "--options", f"not JSON ({error.msg})", 'give an object such as {"top_k": "chunk"}'
-        ) from None
-    if not isinstance(value, dict):
-        raise request_error("--options", "not an object", 'give one such as {"top_k": "chunk"}')
-    return value
+        return given(object_in(text))
+    except ValueError as error:
+        raise request_error("--options", str(error), 'give an object such as {"top_k": "chunk"}') from None

@@ -14,6 +14,7 @@ from typing import Any
 from chunk_cache.errors import request_error
 from chunk_cache_tools.explain.shown_prompt import PromptTokens
 from chunk_cache_tools.explain.states import Explanation, explain
+from chunk_cache_tools.jsonl import object_in
 
 _KEY = "chunk_cache"
 
@@ -97,13 +98,9 @@ def _read_lines(path: str) -> list[tuple[int, dict[str, Any]]]:
         if not line.strip():
             continue
         try:
-            value = json.loads(line)
-        except json.JSONDecodeError as error:
-            problem = f"not JSON ({error.msg})"
-            raise request_error(f"{where}:{number}", problem, "put one object on each line") from None
-        if not isinstance(value, dict):
-            raise request_error(f"{where}:{number}", "not an object", "put one on each line")
-        values.append((number, value))
+            values.append((number, object_in(line)))
+        except ValueError as error:
+            raise request_error(f"{where}:{number}", str(error), "put one object on each line") from None
     return values
 
 

@@ -13,10 +13,10 @@ The gain is measured on held-out questions: KL, and Jaccard index of the best 20
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import math
 import random
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +28,9 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
+from chunk_cache.errors import given, is_unicode
 from chunk_cache_tools.command_line import CommandParser, exit_code, progress
+from chunk_cache_tools.jsonl import object_in
 from sglang_chunk_cache.selector.alignment import Tokens, tokens_of
 from sglang_chunk_cache.selector.auxiliary import AuxiliaryModel, SelectorModelError
 
@@ -85,7 +87,7 @@ def read_prompts(path: Path) -> list[Prompt]:
         TrainError: the file cannot be read, a line is no prompt, or there are fewer than two.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise TrainError(f"--data: cannot read {path}: {error}; give a file of JSON lines") from error
     prompts = []
@@ -99,18 +101,21 @@ def read_prompts(path: Path) -> list[Prompt]:
 
 def _prompt(line: str, where: str) -> Prompt:
     try:
-        value = json.loads(line)
+        value = given(object_in(line))
     except ValueError as error:
-        raise TrainError(f"{where}: not JSON ({error}); give one object per line") from error
-    value = value if isinstance(value, dict) else {}
+        raise TrainError(f"{where}: {error}; give one object per line") from None
     system, chunks, question = value.get("system", ""), value.get("chunks"), value.get("question")
     if not isinstance(system, str):
         raise TrainError(f"{where}: system: not a text; give one, or leave it out")
-    if not isinstance(chunks, list) or not chunks or not all(isinstance(c, str) and c.strip() for c in chunks):
+    if not isinstance(chunks, list) or not all(isinstance(c, str) for c in chunks) or not any(map(str.strip, chunks)):
         raise TrainError(f"{where}: chunks: not a list of texts; give at least one")
     if not isinstance(question, str) or not question.strip():
         raise TrainError(f"{where}: question: not a text; give one")
-    return Prompt(system, tuple(chunks), question)
+    if not all(map(is_unicode, (system, *chunks, question))):
+        raise TrainError(f"{where}: half of a surrogate pair, which is no character; cut texts between characters")
+    for i in (i for i, chunk in enumerate(chunks) if not chunk.strip()):
+        print(f"{PROG}: {where}: chunks[{i}] is not used (no visible text)", file=sys.stderr)
+    return Prompt(system, tuple(chunk for chunk in chunks if chunk.strip()), question)
 
 
 def make_examples(prompts: Iterable[Prompt], main: AuxiliaryModel, auxiliary: AuxiliaryModel) -> Iterator[Example]:

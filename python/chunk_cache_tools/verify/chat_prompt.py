@@ -41,7 +41,8 @@ def write_chat(request: Mapping[str, Any], tokenizer: Any, flags: MarkFlags, mar
         ChunkCacheRequestError: the server would refuse the body, or the tokenizer has no chat template.
     """
     body = copy.deepcopy(dict(request))
-    if not isinstance(body["messages"], list) or not all(isinstance(one, dict) for one in body["messages"]):
+    messages = body["messages"]
+    if not isinstance(messages, list) or not messages or not all(isinstance(one, dict) for one in messages):
         raise request_error(
             "messages", "not a list of messages", 'give one such as [{"role": "user", "content": ".."}]'
         )

@@ -357,6 +357,7 @@ def _told(workload: Workload | None, prompts: Sequence[TokenPrompt], conditions:
         return
     yield f"{len(prompts)} of {len(workload.prompts)} prompts under {len(conditions)} conditions and in full"
     yield from (f"passed over: {num} prompts {why}" for why, num in workload.passed_over.items())
+    yield from (f"not used: {num} passages or marks ({why})" for why, num in workload.unused.items())
 
 
 def _model_of_server(args: argparse.Namespace) -> Model:

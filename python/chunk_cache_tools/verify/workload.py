@@ -25,13 +25,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from chunk_cache.errors import ChunkCacheRequestError, request_error, user_error
+from chunk_cache.errors import ChunkCacheRequestError, given, is_unicode, request_error, user_error
 from chunk_cache.options.request_options import parse_request
-from chunk_cache.prompt.marked_body import MarkedBody, MarkFlags, read_body
+from chunk_cache.prompt.marked_body import BLANK, MarkedBody, MarkFlags, read_body
 from chunk_cache.prompt.marked_ids import encode_marked
 from chunk_cache.prompt.marks import MarkedText, is_blank
 from chunk_cache.types import Span
-from chunk_cache_tools.jsonl import DataError, read_jsonl
+from chunk_cache_tools.jsonl import DataError, object_in, read_jsonl
 from chunk_cache_tools.verify.chat_prompt import NotRead, write_chat
 from chunk_cache_tools.verify.token_prompt import TokenPrompt
 
@@ -63,10 +63,12 @@ class Workload:
     Attributes:
         prompts: the different prompts, in order.
         passed_over: number of prompts that were passed over, by reason.
+        unused: number of passages and marks of the prompts that are not used, by reason.
     """
 
     prompts: tuple[TokenPrompt, ...]
     passed_over: Mapping[str, int] = field(default_factory=dict)
+    unused: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -106,7 +108,7 @@ def read_prompts(path: str | Path, tokenizer: Any, flags: MarkFlags, *, chat: bo
             line and remedy.
     """
     found: dict[str, TokenPrompt] = {}
-    passed_over: Counter[str] = Counter()
+    passed_over, unused = Counter[str](), Counter[str]()
     for where, value in requests_in(path):
         line = read_prompt(value, tokenizer, flags, where, chat=chat)
         if line.prompt is None:
@@ -115,11 +117,12 @@ def read_prompts(path: str | Path, tokenizer: Any, flags: MarkFlags, *, chat: bo
             passed_over["that came before"] += 1
         else:
             found[line.prompt.key] = line.prompt
+            unused.update(line.unused.values())
     if not found:
         counts = ", ".join(f"{num} prompts {why}" for why, num in passed_over.items()) or "it is empty"
         remedy = f"put {flags.separator!r} before and after each passage, or name the server's separator by --separator"
         raise user_error(DataError, str(path), f"marks no chunk ({counts})", remedy)
-    return Workload(tuple(found.values()), passed_over)
+    return Workload(tuple(found.values()), passed_over, unused)
 
 
 def read_prompt(value: Mapping[str, Any], tokenizer: Any, flags: MarkFlags, where: str, *, chat: bool = False) -> Line:
@@ -131,14 +134,19 @@ def read_prompt(value: Mapping[str, Any], tokenizer: Any, flags: MarkFlags, wher
     Raises:
         DataError: as `read_prompts`.
     """
-    marked, prompt, unread = MarkedBody(), None, ""
+    marked, prompt, unread, value = MarkedBody(), None, "", given(value)
     try:
+        if not is_unicode(json.dumps(value, ensure_ascii=False)):
+            problem = "half of a surrogate pair, which is no character"
+            raise request_error("not a prompt", problem, "cut texts between characters")
         options = _options_of(value)
         prompt = _Reader(tokenizer, flags, chat, options, marked).read(value)
     except NotRead as error:
         unread = str(error)
     except ChunkCacheRequestError as error:
         raise DataError(f"{where}: {error}.") from error
+    except RecursionError:
+        raise DataError(f"{where}: objects or lists are nested too deep; nest fewer.") from None
     return Line(prompt, marked.marks.unused, options, unread)
 
 
@@ -199,7 +207,7 @@ def _options_of(value: Mapping[str, Any]) -> Mapping[str, Any]:
     """The object `chunk_cache` of a request, wherever a route accepts it; empty if there is none.
 
     Raises:
-        ChunkCacheRequestError: it is a string, but not JSON.
+        ChunkCacheRequestError: it is a string, but no object in JSON.
     """
     params = value.get("sampling_params")
     holders = (value, value.get("custom_params"), params, isinstance(params, dict) and params.get("custom_params"))
@@ -207,9 +215,9 @@ def _options_of(value: Mapping[str, Any]) -> Mapping[str, Any]:
         options = holder.get("chunk_cache") if isinstance(holder, dict) else None
         if isinstance(options, str):  # the form in which the server passes it on, and logs it
             try:
-                options = json.loads(options)
-            except json.JSONDecodeError:
-                raise request_error("chunk_cache", "not JSON", "give an object") from None
+                options = object_in(options)
+            except ValueError as error:
+                raise request_error("chunk_cache", str(error), "give an object") from None
         if isinstance(options, dict):
             return options
     return {}
@@ -261,10 +269,11 @@ class _Reader:
         for name, text in (("system", system), ("question", question)):
             if not isinstance(text, str):
                 raise request_error(name, "not a string", "give a text")
-        for i, chunk in enumerate(chunks):
-            if is_blank(chunk):
-                raise request_error(f"chunks[{i}]", "empty", "leave it out")
+        blank = (i for i, chunk in enumerate(chunks) if is_blank(chunk))
+        self.marked.marks.unused |= {f"chunks[{i}]": BLANK for i in blank}
+        chunks = [chunk for chunk in chunks if not is_blank(chunk)]
         system, question, *texts = (text.replace(separator, " ") for text in (system, question, *chunks))
+        separator = separator if texts else ""
         written = (PLAIN.chunk.replace("{chunk}", text) for text in texts)
         tail = PLAIN.question.replace("{question}", question)
         if self.chat:

@@ -7,7 +7,6 @@ Promise: a bad line raises no error but becomes a `Line` with a `problem`; empty
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 
 from chunk_cache.errors import is_unicode, show
 from chunk_cache.prompt.marks import is_blank
+from chunk_cache_tools.jsonl import object_in
 
 _BLOCK_LEN = 1 << 20
 
@@ -64,11 +64,9 @@ class Corpus:
 
     def _parse(self, raw: bytes, number: int, end: int) -> Line:
         try:
-            value = json.loads(raw)
+            value = object_in(raw)
         except ValueError as error:
-            return Line(number, end, None, f"not JSON ({error})")
-        if not isinstance(value, dict):
-            return Line(number, end, None, f"{show(value)} is not an object")
+            return Line(number, end, None, str(error))
         if self.field not in value:
             return Line(number, end, None, f"has no field {self.field!r}")
         text = value[self.field]

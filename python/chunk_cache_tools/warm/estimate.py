@@ -10,11 +10,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 
+def problem_of(failure: dict[str, Any]) -> str:
+    """What the server says of a text that it refuses, without the place of the text in the request."""
+    return str(failure["error"]).partition(": ")[2]
+
+
 @dataclass
 class Estimate:
     """Chunks that would be computed, by the number of their line.
 
     Attributes:
+        failures: what is wrong with each chunk that cannot be computed.
         exact: tokens of each chunk that is computed behind the filler, or as a neighbour, or alone.
         prepared: tokens of each chunk that is computed behind neighbours, and tokens of these neighbours.
         capacity_tokens: size of the KV pool.
@@ -22,7 +28,7 @@ class Estimate:
 
     num_lines: int
     num_already: int = 0
-    num_failed: int = 0
+    failures: dict[int, str] = field(default_factory=dict)
     exact: dict[int, int] = field(default_factory=dict)
     prepared: dict[int, tuple[int, int]] = field(default_factory=dict)
     capacity_tokens: int = 0
@@ -35,7 +41,7 @@ class Estimate:
             numbers: line number of each text of the request.
         """
         self.num_already += summary["already"]
-        self.num_failed += len(summary["failed"])
+        self.failures |= {numbers[one["index"]]: problem_of(one) for one in summary["failed"]}
         self.exact |= {numbers[one["index"]]: one["tokens"] for one in summary["exact"]}
         self.prepared |= {
             numbers[one["index"]]: (one["tokens"], one["neighbour_tokens"]) for one in summary["prepared"]
@@ -43,6 +49,10 @@ class Estimate:
         self.capacity_tokens = summary["capacity_tokens"]
         if summary["computed_tokens"]:
             self._bytes_per_token = summary["kv_bytes"] / summary["computed_tokens"]
+
+    @property
+    def num_failed(self) -> int:
+        return len(self.failures)
 
     @property
     def num_tokens(self) -> int:

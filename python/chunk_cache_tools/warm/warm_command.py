@@ -9,9 +9,10 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import math
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from chunk_cache_tools.server_client import ServerGone
 from chunk_cache_tools.warm import corpus_neighbours as neighbours
 from chunk_cache_tools.warm.corpus import Corpus, Line, open_corpus
 from chunk_cache_tools.warm.corpus_neighbours import Neighbourhood
-from chunk_cache_tools.warm.estimate import Estimate
+from chunk_cache_tools.warm.estimate import Estimate, problem_of
 from chunk_cache_tools.warm.warm_server import WarmServer
 from chunk_cache_tools.warm.warm_state import WarmState, load
 
@@ -84,6 +85,8 @@ def _parser() -> CommandParser:
 def _run(args: argparse.Namespace) -> int:
     if not 1 <= args.batch <= MAX_BATCH:
         raise request_error(f"--batch {args.batch}", f"not from 1 to {MAX_BATCH}", "give another number")
+    if not 0 <= args.retry_s < math.inf:
+        raise request_error(f"--retry-s {args.retry_s}", "not a number of seconds", "give one from 0")
     try:
         corpus = open_corpus(args.corpus, args.field)
     except OSError as error:
@@ -95,6 +98,7 @@ def _run(args: argparse.Namespace) -> int:
             task = Task(args, corpus, server, path, neighbourhood)
             if args.dry_run:
                 estimate = task.estimate()
+                _name_failures(args.corpus, estimate.failures.items(), estimate.num_failed)
                 print(json.dumps(estimate.numbers) if args.json else estimate)
                 return 1 if estimate.num_failed else 0
             state = task.run()
@@ -237,7 +241,7 @@ class Task:
         if good:
             for progress in self._server.warm({**self._body, **self._texts(good)[0]}):
                 for failure in progress["failed"]:
-                    state.fail(good[failure["index"]].number, failure["error"].partition(": ")[2])
+                    state.fail(good[failure["index"]].number, problem_of(failure))
                 done = progress["done"]
                 last = good[done - 1] if done < len(good) else block[-1]
                 stored, already = progress["stored"] - before_stored, progress["already"] - before_already
@@ -262,7 +266,7 @@ class Task:
         estimate = Estimate(self._corpus.num_lines)
         for block in self._blocks(WarmState(self._task, "")):
             good = [line for line in block if line.text is not None]
-            estimate.num_failed += len(block) - len(good)
+            estimate.failures |= {line.number: str(line.problem) for line in block if line.text is None}
             if good:
                 fields, numbers = self._texts(good)
                 estimate.add(self._server.estimate({**self._body, **fields}), numbers)
@@ -300,11 +304,15 @@ def _note(sentence: str) -> None:
     tqdm.write(f"{PROG}: {sentence}", file=sys.stderr)
 
 
-def _print_summary(path: Path, corpus: Corpus, state: WarmState, *, as_json: bool) -> None:
-    for number, problem in sorted(state.failures)[:NUM_SHOWN_FAILURES]:
+def _name_failures(path: Path, failures: Iterable[tuple[int, str]], num_failed: int) -> None:
+    for number, problem in sorted(failures)[:NUM_SHOWN_FAILURES]:
         print(f"{path}:{number}: {problem}", file=sys.stderr)
-    if state.num_failed > NUM_SHOWN_FAILURES:
-        print(f"... and {state.num_failed - NUM_SHOWN_FAILURES} more that failed", file=sys.stderr)
+    if num_failed > NUM_SHOWN_FAILURES:
+        print(f"... and {num_failed - NUM_SHOWN_FAILURES} more that failed", file=sys.stderr)
+
+
+def _print_summary(path: Path, corpus: Corpus, state: WarmState, *, as_json: bool) -> None:
+    _name_failures(path, state.failures, state.num_failed)
     if as_json:
         counts = {"stored": state.num_stored, "already": state.num_already, "failed": state.num_failed}
         print(json.dumps({"lines": corpus.num_lines, **counts}))

@@ -34,7 +34,7 @@ from chunk_cache.prompt.passage import Passage, write_passage
 _CACHE_MARKS = ("prompt_cache_breakpoint", "cache_control")
 _ROLES = ("user", "tool", "function", "system", "developer")
 _OFF = "off: --chunk-cache-marks"
-_BLANK = "no visible text"
+BLANK = "no visible text"
 _NO_TEXT = "not on a text of the prompt"
 _HOLDERS = ("system", "messages", "content", "source", "tools", "function", "tool_calls")
 """Keys of a body under which marks are looked for; not the schemas and arguments of tools, whose keys are their own."""
@@ -132,7 +132,7 @@ def _read_generate(body: dict[str, Any], marked: MarkedBody, _flags: MarkFlags) 
 
 def _read_completion(body: dict[str, Any], marked: MarkedBody, flags: MarkFlags) -> None:
     marked.asked = _asked(body, flags, ("chunks", "template"))
-    _name_unused(marked, marked.asked.blank, _BLANK)
+    _name_unused(marked, marked.asked.blank, BLANK)
     _name_unused(marked, _marks_in(body), _NO_TEXT)
 
 
@@ -142,14 +142,14 @@ def _read_chat(body: dict[str, Any], marked: MarkedBody, flags: MarkFlags) -> No
         raise request_error("response_format", f"{show(form)} is not an object", 'give one such as {"type": "text"}')
     marked.asked = _asked(body, flags)
     marked.documents, blank = read_documents(body.get("documents"), "documents", flags.separator)
-    _name_unused(marked, (*marked.asked.blank, *blank), _BLANK)
+    _name_unused(marked, (*marked.asked.blank, *blank), BLANK)
     _mark(list(_marks_in(body)), list(_chat_parts(body)), marked, flags)
 
 
 def _read_messages(body: dict[str, Any], marked: MarkedBody, flags: MarkFlags) -> None:
     _refuse(body, ("custom_params",), "chunk_cache")
     marked.asked = _asked(body, flags)
-    _name_unused(marked, marked.asked.blank, _BLANK)
+    _name_unused(marked, marked.asked.blank, BLANK)
     _mark(list(_marks_in(body)), list(_message_parts(body)), marked, flags)
 
 
@@ -285,7 +285,7 @@ def _mark(paths: list[str], parts: list[_Part], marked: MarkedBody, flags: MarkF
         else:
             reason = "spans are given" if has_spans else _why_not(part, part is parts[-1], marked)
         if not reason and is_asked and not any(field.has_text for field in part.fields):
-            reason = _BLANK
+            reason = BLANK
         elif not reason and is_asked:
             _check_part(part, flags.separator)
         if not reason and _is_markable(part, flags.separator):

@@ -75,12 +75,15 @@ def split_marked(text: str, separator: str, path: str) -> MarkedText | None:
 
     Args:
         text: one text field of a request.
-        separator: the separator of the server, not empty.
+        separator: the separator of the server.
         path: the JSON path of the field, for messages.
 
     Raises:
-        ChunkCacheRequestError: one separator alone, a chunk without visible text, or too many chunks.
+        ChunkCacheRequestError: one separator alone, a chunk without visible text, too many chunks, or a separator
+            without visible text, which no server has.
     """
+    if not separator.strip():
+        raise request_error("separator", "has no visible character", "give the server's --chunk-cache-separator")
     pieces = _pieces(text, separator) if separator in text else ()
     if len(pieces) < 2:
         return None

@@ -313,11 +313,13 @@ def test_the_file_names_neighbours(tmp_path, fake, capsys):
 
 def test_a_dry_run_counts_and_changes_nothing(tmp_path, fake, capsys, monkeypatch):
     monkeypatch.setattr(command, "LINES_PER_REQUEST", 2)
-    path = write_corpus(tmp_path / "c.jsonl", [{"text": text} for text in ABOUT] + ["nonsense"])
+    path = write_corpus(tmp_path / "c.jsonl", [{"text": text} for text in ABOUT] + ["[" * 10**5 + "]" * 10**5])
     assert run(path, fake, "--neighbours", "1", "--dry-run") == 1
     assert fake.seen == []
     assert list(tmp_path.iterdir()) == [path], "no state is written"
-    first, second = capsys.readouterr().out.splitlines()
+    captured = capsys.readouterr()
+    assert captured.err.splitlines()[-1] == f"{path}:6: objects or lists are nested too deep"
+    first, second = captured.out.splitlines()
     # Cats and dogs is the neighbour of two lines, in two requests.
     assert first == "6 lines: 4 chunks to compute, 5 behind their neighbours, 0 already there, 1 failed."
     assert second.startswith("90 tokens to compute, 100 of neighbours to read; 0.1 MiB of KV; the KV pool holds 500")
@@ -329,6 +331,7 @@ def test_a_dry_run_counts_and_changes_nothing(tmp_path, fake, capsys, monkeypatc
     ("flags", "word"),
     [
         (("--batch", "0"), "--batch 0"),
+        *((("--retry-s", text), f"--retry-s {text}: not a number of seconds") for text in ("nan", "inf", "-1.0")),
         (("--neighbours", "0"), "--neighbours 0: neither a number from 1 to 32 nor 'file'; give one of them"),
         (("--neighbours", "33"), "--neighbours 33: "),
         (("--neighbours", "lots"), "--neighbours lots: "),

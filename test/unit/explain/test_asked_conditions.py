@@ -91,4 +91,4 @@ def test_bad_common_values_are_named(texts, ratio, options, words):
 def test_options_are_a_json_object(text):
     with pytest.raises(ChunkCacheRequestError, match=r"^--options: "):
         parse_options(text)
-    assert parse_options('{"top_k": "chunk"}') == {"top_k": "chunk"}
+    assert parse_options('{"top_k": "chunk", "drift": null}') == {"top_k": "chunk"}

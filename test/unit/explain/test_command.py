@@ -115,6 +115,7 @@ def test_a_bad_range_is_named(kept, tmp_path, capsys, text):
         (["--prompt", "p", "--method", "best"], "--methods best: unknown method 'best'; known methods: "),
         (["--prompt", "p", "--ratio", "7"], "--ratio: 7.0 is not a number from 0 to 1"),
         (["--prompt", "p", "--options", "["], "--options: not JSON"),
+        (["--prompt", __file__, "--options", '{"drift": null}', "--separator", " "], "separator: has no visible char"),
         (["--prompt", "p", "--max-new-tokens", "0"], "--max-new-tokens: below 1; give 1 or more"),
     ],
 )

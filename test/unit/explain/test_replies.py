@@ -53,6 +53,8 @@ def test_replies_of_another_prompt_are_refused(tmp_path, tokens, make_reply):
         ("{}", ":1: the reply does not hold the prompt's tokens"),
         ("[]", ":1: not an object"),
         ("\n{oops", ":2: not JSON"),
+        ('{"n": ' + "1" * 5000 + "}", ":1: not JSON"),
+        ("[" * 10**5 + "]" * 10**5, ":1: objects or lists are nested too deep; put one object on each line"),
         ('{"tokens": ["a"], "reply": 3}', ":1: not a reply"),
         ('{"tokens": ["a"], "reply": {}}', ":1: no object chunk_cache"),
         (None, "cannot be read (No such file or directory)"),

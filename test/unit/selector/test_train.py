@@ -12,6 +12,7 @@ import torch
 
 from chunk_cache_tools.train_selector.train_selector_command import (
     PROG,
+    Prompt,
     kl_divergence,
     load,
     main,
@@ -93,10 +94,12 @@ def test_the_loss_is_the_divergence() -> None:
     [
         ("", "has 0 prompts; give at least two"),
         ("{\n{", ":1: not JSON"),
-        ("[1]", ":1: chunks: not a list of texts"),
+        ("[1]", ":1: not an object"),
         ('{"chunks": ["a"], "question": "b", "system": 3}', ":1: system: not a text"),
         ('{"chunks": [], "question": "b"}', ":1: chunks: not a list of texts"),
-        ('{"chunks": ["a", " "], "question": "b"}', ":1: chunks: not a list of texts"),
+        ('{"chunks": ["", " "], "question": "b"}', ":1: chunks: not a list of texts"),
+        ('{"chunks": ["\\ud800"], "question": "b"}', ":1: half of a surrogate pair"),
+        ("[" * 10**5 + "]" * 10**5, ":1: objects or lists are nested too deep"),
         ('{"chunks": ["a"]}', ":1: question: not a text"),
     ],
 )
@@ -109,6 +112,16 @@ def test_bad_data_names_the_line(
     told = capsys.readouterr().err
     assert told.startswith(f"{PROG}: --data: {path}")
     assert message in told
+
+
+def test_null_is_not_given_and_blank_passages_are_left_out_and_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "data.jsonl"
+    line = '{"system": null, "chunks": ["a\u2028b\u0085c", " "], "question": "q"}'
+    path.write_text(f"{line}\n{line}\n", encoding="utf-8")
+    assert read_prompts(path) == [Prompt("", ("a\u2028b\u0085c",), "q")] * 2
+    assert f"{path}:2: chunks[1] is not used (no visible text)" in capsys.readouterr().err
 
 
 def test_other_bad_input_names_the_flag(

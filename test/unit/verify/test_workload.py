@@ -131,7 +131,11 @@ def test_what_a_server_printed_is_read_by_its_events(tmp_path: Path, tokenizer: 
         ("[]", "not an object"),
         ({"question": "q"}, "it has none of messages, chunks, text, prompt, input_ids"),
         ({"chunks": ["a", 3]}, "chunks: not a list of strings"),
-        ({"chunks": ["a", " "]}, "chunks[1]: empty; leave it out"),
+        ('{"text": "a", "n": ' + "1" * 5000 + "}", "not JSON (Exceeds the limit"),
+        ('{"text": "a", "n": ' + "[" * 10**5 + "]" * 10**5 + "}", "nested too deep; give one object per line"),
+        ('{"messages": [{"content": ' + "[" * 900 + "]" * 900 + "}]}", "nested too deep; nest fewer"),
+        ({"text": "a\ud800" + TEXT}, "not a prompt: half of a surrogate pair"),
+        ({"messages": []}, "messages: not a list of messages"),
         ({"chunks": ["a", "b"], "question": 7}, "question: not a string"),
         ({"text": 3}, "text: not a string; give one prompt per line"),
         ({"text": ["a", 3]}, "text: not a string; give one prompt per line"),
@@ -139,7 +143,7 @@ def test_what_a_server_printed_is_read_by_its_events(tmp_path: Path, tokenizer: 
         ({"messages": "hello"}, "messages: not a list of messages"),
         ({"input_ids": [1, "x"]}, "input_ids: not a list of token ids"),
         ({"input_ids": [1, 2], "custom_params": SPANS}, "custom_params.chunk_cache.spans"),
-        ({"input_ids": [1, 2], "custom_params": {"chunk_cache": "{"}}, "chunk_cache: not JSON; give an object"),
+        ({"input_ids": [1, 2], "custom_params": {"chunk_cache": "{"}}, "chunk_cache: not JSON (Expecting"),
         ({"text": TEXT, "answers": "Italy"}, "answers: not a list of strings"),
     ],
 )
@@ -148,6 +152,21 @@ def test_a_bad_line_is_named(tmp_path: Path, tokenizer: Any, line: Any, words: s
         read(tmp_path, tokenizer, {"text": TEXT}, line)
     assert str(caught.value).startswith(f"{tmp_path / 'prompts.jsonl'}:2")
     assert words in str(caught.value)
+
+
+def test_a_separator_that_cannot_be_seen_is_named(tmp_path: Path, tokenizer: Any) -> None:
+    with pytest.raises(DataError, match="separator: has no visible character; give the server's"):
+        read_prompts(write(tmp_path / "prompts.jsonl", {"text": TEXT}), tokenizer, MarkFlags(""))
+
+
+def test_null_is_not_given_and_blank_passages_are_left_out_and_counted(tmp_path: Path, tokenizer: Any) -> None:
+    line: dict[str, Any] = {"chunks": ["A.", "B."], "question": "Q?"}
+    plain = read(tmp_path, tokenizer, line)
+    line |= {"system": None, "answers": None, "chunks": ["A.", " ", "B.", ""]}
+    more = read(tmp_path, tokenizer, line, {"chunks": [" "], "question": "Q?"})
+    assert more.prompts == plain.prompts
+    assert more.unused == {"no visible text": 2}
+    assert more.passed_over == {"whose marks are not used (no visible text)": 1}
 
 
 def test_a_template_that_is_missing_or_changes_chunks_is_told(tmp_path: Path) -> None:
