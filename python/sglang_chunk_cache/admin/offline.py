@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from chunk_cache.errors import given
 from chunk_cache.options.admin_bodies import parse_warm
 from sglang_chunk_cache.admin.administration import ROUTED, Admin, Routed
 from sglang_chunk_cache.admin.warming import warm
@@ -49,8 +50,9 @@ def _method(name: str, routed: Routed) -> Callable[..., dict[str, Any]]:
     """The route as a method of `EngineAdmin`."""
 
     def call(self: EngineAdmin, **fields: Any) -> dict[str, Any]:
-        given = {key: str(value) for key, value in fields.items()} if routed.method == "GET" else fields
-        return self._run(routed.answer(self._admin, given))
+        if routed.method == "GET":  # a query holds texts
+            fields = {key: str(value) for key, value in given(fields).items()}
+        return self._run(routed.answer(self._admin, fields))
 
     call.__name__, call.__doc__ = name, routed.act.__doc__
     return call
