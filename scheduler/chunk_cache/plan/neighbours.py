@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from chunk_cache.errors import request_error, show
+from chunk_cache.errors import one_line, request_error, show
 from chunk_cache.options.warming_limits import DEFAULT_RETRIEVER
 
 _ROWS = 512
@@ -31,7 +31,7 @@ def find_neighbours(
         path: where the retriever was named, for messages.
 
     Raises:
-        ChunkCacheRequestError: the retriever's library is not installed, or there is no such model.
+        ChunkCacheRequestError: the retriever's library is not installed, or the model cannot be used.
     """
     first_places: dict[str, int] = {}
     for place, text in enumerate(texts):
@@ -81,9 +81,10 @@ def _embeddings(texts: Sequence[str], model: str, path: str) -> Any:
             f"run `pip install sentence-transformers`, or name {DEFAULT_RETRIEVER}",
         ) from None
     try:
-        encoder = SentenceTransformer(model)
+        # A model that is no encoder, such as one without a pad token, loads, and then cannot embed several texts.
+        vectors = SentenceTransformer(model).encode(list(texts), normalize_embeddings=True, show_progress_bar=False)
     except (OSError, ValueError) as error:
-        problem = f"{show(model)} cannot be loaded ({str(error).splitlines()[0][:200]})"
+        problem = f"{show(model)} cannot be used ({one_line(error)[:200]})"
         remedy = f"name {DEFAULT_RETRIEVER}, or a sentence-transformers model or its folder"
         raise request_error(path, problem, remedy) from None
-    return np.asarray(encoder.encode(list(texts), normalize_embeddings=True, show_progress_bar=False), dtype=np.float32)
+    return np.asarray(vectors, dtype=np.float32)

@@ -102,7 +102,9 @@ def encode_prefix(tokenizer: Any, text: str) -> list[int]:
     """The ids of a text in front of the first chunk, BOS included; the same whatever the chunk."""
     if text and not text[-1].isspace():
         head, body, _ = _parts(tokenizer, text, {})
-        return head + body
+        if body:
+            return head + body
+        text = ""  # a normalizer leaves nothing of it
     encoded = encode_marked(tokenizer, MarkedText((text, _PROBE), (None, Mark("prefix", _PROBE))))
     return encoded.ids[: encoded.spans[0][0]]
 
@@ -191,6 +193,6 @@ def _parts(tokenizer: Any, text: str, encode_kwargs: Mapping[str, Any]) -> tuple
     """What the tokenizer puts in front of a text, which is not empty, the ids of the text, and what it puts behind."""
     body = list(tokenizer.encode(text, add_special_tokens=False))
     whole = list(tokenizer.encode(text, **encode_kwargs))
-    start = next((i for i in range(len(whole)) if whole[i : i + len(body)] == body), None)
+    start = next((i for i in range(len(whole) + 1) if whole[i : i + len(body)] == body), None)
     assert start is not None, f"the tokenizer gives {whole} for {text!r}, which does not contain {body}"
     return whole[:start], body, whole[start + len(body) :]

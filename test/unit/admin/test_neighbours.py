@@ -63,6 +63,7 @@ def test_a_missing_library_is_named_with_its_remedy(
 
 def test_a_model_in_a_folder_embeds_the_chunks(tmp_path: Path) -> None:
     from sentence_transformers import SentenceTransformer
+    from transformers import AutoTokenizer
 
     model = make_model("llama", tmp_path / "model")
     found = find_neighbours(TEXTS, 3, str(model))
@@ -70,5 +71,10 @@ def test_a_model_in_a_folder_embeds_the_chunks(tmp_path: Path) -> None:
     best = int(np.argmax((vectors @ vectors.T - 2 * np.eye(5))[0]))
     assert found[0][0] == [0, 1, 2, 3, 5][best]
     assert found[0] == found[4]
-    with pytest.raises(ChunkCacheRequestError, match=r"^retriever: .*cannot be loaded"):
+    with pytest.raises(ChunkCacheRequestError, match=r"^retriever: .*cannot be used"):
         find_neighbours(TEXTS, 3, str(tmp_path / "none"))
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.pad_token = None  # as many language models have none
+    tokenizer.save_pretrained(model)
+    with pytest.raises(ChunkCacheRequestError, match=r"^retriever: .*cannot be used \(.*padding"):
+        find_neighbours(TEXTS, 3, str(model))

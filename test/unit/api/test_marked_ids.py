@@ -128,6 +128,12 @@ def test_what_stands_in_front_of_a_chunk(family: str, text: str) -> None:
     assert encoded.ids[0] == tokenizer.bos_token_id
 
 
+@pytest.mark.parametrize("bos", [True, False])
+def test_a_prefix_of_which_a_normalizer_leaves_nothing(*, bos: bool) -> None:
+    tokenizer = tokenizer_of("like Llama 3", "shorter", bos=bos)
+    assert encode_prefix(tokenizer, "\u0301") == [tokenizer.bos_token_id] * bos
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_exact_prefixes_of_a_conversation_that_grows(family: str) -> None:
     """The newest message is marked; requests have as much in common as they have without marks."""
