@@ -67,7 +67,7 @@ def enable(server_args: Any, args: ChunkCacheArgs) -> None:
     server_args.radix_cache_backend = RADIX_CACHE_BACKEND
     attach(server_args, args)
     refusals.check_flags(server_args)
-    refusals.check_disk(args.parsed_config)
+    refusals.check_folders(args.parsed_config)
     refusals.prepare_flags(server_args, args.parsed_config)
     hooks.register_radix_cache()
     hooks.apply_hooks()

@@ -50,7 +50,7 @@ def _selector_problem(selector: object, method: str, config: Mapping[str, Any]) 
     if selector is None:
         if METHODS[method].asks_selector:
             return f"--chunk-cache-method {method} needs a small model that selects; add --chunk-cache-selector."
-        if "selector" in config:
+        if config.get("selector") is not None:
             return "--chunk-cache-config: selector is given without a model; add --chunk-cache-selector."
     elif not isinstance(selector, str) or not selector.strip():
         return f"--chunk-cache-selector must be a Hugging Face folder or name, not {selector!r}."

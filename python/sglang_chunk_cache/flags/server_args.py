@@ -219,12 +219,15 @@ def _parse_object(name: str, value: object) -> object:
     except (OSError, UnicodeDecodeError) as error:
         refuse(f"--chunk-cache-{name}: cannot read {value[1:]!r}: {getattr(error, 'strerror', None) or 'no UTF-8'}.")
     try:
-        return json.loads(text)
+        found = json.loads(text)
     except ValueError as error:
         hint = "; remove the trailing comma" if _ends_in_comma(text, error) else ""
         refuse(f"--chunk-cache-{name} is not valid JSON: {one_line(error)}{hint}.")
     except RecursionError:
         refuse(f"--chunk-cache-{name} is not valid: objects or lists are nested too deep; nest fewer.")
+    if found is None:
+        refuse(f"--chunk-cache-{name} is null; give an object, or leave the flag out.")
+    return found
 
 
 def _ends_in_comma(text: str, error: ValueError) -> bool:

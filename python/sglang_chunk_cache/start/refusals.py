@@ -1,8 +1,9 @@
 """What the chunk cache does not work with, decided before any process is started.
 
-Verbs: `check_flags` (the flags as given), `check_port`, `check_disk` (the folder of the disk tier), `check_resolved`
-(the model, and the flags as SGLang resolved them), `refuse_missing_model`, `prepare_flags` (flags that follow from the
-options). `model_refusals` checks the model's configuration; in a scheduler, `pool_check` checks its KV pool.
+Verbs: `check_flags` (the flags as given), `check_port`, `check_folders` (of the disk tier and of `verify_file`),
+`check_resolved` (the model, and the flags as SGLang resolved them), `refuse_missing_model`, `prepare_flags` (flags that
+follow from the options). `model_refusals` checks the model's configuration; in a scheduler, `pool_check` checks its KV
+pool.
 
 Promise: a server that would give wrong answers, or silently reuse nothing, does not start; it ends with one sentence
 that names the flag or the property of the model. What SGLang chooses by itself stands or is refused, except that two
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 import socket
 from dataclasses import replace
 from pathlib import Path
@@ -169,20 +171,26 @@ def check_port(server_args: Any) -> None:
             refuse(f"--port {port} is used by another program; end it, or name another port.")
 
 
-def check_disk(config: Config) -> None:
-    """Checks the folder of the disk tier, which the tier opens once the model is loaded.
+def check_folders(config: Config) -> None:
+    """Checks the folder of `verify_file`, and that of the disk tier, which the tier opens once the model is loaded.
 
     Raises:
-        StartRefused: the folder cannot be made.
+        StartRefused: the one cannot be written in, or the other cannot be made.
     """
+    file = config.verify_file
+    if file is not None:
+        parent = os.path.dirname(os.path.abspath(file))
+        if not (os.path.isdir(parent) and os.access(parent, os.W_OK)):
+            problem = f"{file!r} cannot be written, since its folder is missing or read-only"
+            refuse(f"--chunk-cache-config: verify_file: {problem}; make the folder, or name another file.")
     if config.tiers is None or config.tiers.disk is None:
         return
     folder = Path(config.tiers.disk.path)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        what = "it is a file" if folder.is_file() else error.strerror
-        refuse(f"--chunk-cache-config: tiers.disk: {folder} cannot be made a folder ({what}); name another.")
+    except (OSError, ValueError) as error:  # ValueError: characters that no path may have
+        what = "it is a file" if isinstance(error, FileExistsError) else getattr(error, "strerror", None) or error
+        refuse(f"--chunk-cache-config: tiers.disk: {str(folder)!r} cannot be made a folder ({what}); name another.")
 
 
 def refuse_missing_model(model_path: str, error: OSError) -> NoReturn:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
+from os.path import expanduser
 from typing import Any
 
-from chunk_cache.errors import ChunkCacheConfigError, ChunkCacheRequestError, config_error, known_names, show
+from chunk_cache.errors import ChunkCacheConfigError, ChunkCacheRequestError, config_error, given, known_names, show
 from chunk_cache.index.victims import AGEING, EVICTIONS
 from chunk_cache.methods import METHODS
 from chunk_cache.methods.method_options import ALPHA, Options, OptionValue, layer_numbers
@@ -154,7 +155,7 @@ _CHOICES = {
 
 
 def parse_config(value: object) -> Config:
-    """Check a decoded `--chunk-cache-config`.
+    """Check a decoded `--chunk-cache-config`; a key with null is not given.
 
     Raises:
         ChunkCacheConfigError: not an object, an unknown key, or a value outside its range.
@@ -165,7 +166,7 @@ def parse_config(value: object) -> Config:
     for key in value:
         if key not in known:
             raise config_error(f"{FLAG}: {key}", f"unknown key {show(key)}", known_names(key, known))
-    checked: dict[str, Any] = {key: _check(key, item) for key, item in value.items()}
+    checked: dict[str, Any] = {key: _check(key, item) for key, item in given(value).items()}
     config = Config(**checked)
     if config.verify_file is not None and not config.verify_share:
         remedy = "give verify_share too, or leave it out"
@@ -182,7 +183,7 @@ def _check(key: str, value: object) -> object:
             raise config_error(path, problem, f"known values: {', '.join(choices)}")
         return value
     if key in ("alpha", "max_cfo"):
-        return None if value is None else _check_number(value, path, "give such a number, or null", ALPHA.maximum)
+        return _check_number(value, path, "give such a number, or null", ALPHA.maximum)
     if key == "partition_share" and value == 0 and not isinstance(value, bool):
         raise config_error(path, "0 lets nobody keep a chunk", "give a number in (0, 1]")
     if key in _MAXIMUM:
@@ -220,10 +221,10 @@ def _check_number(value: object, path: str, remedy: str, maximum: float) -> floa
     return float(value)
 
 
-def _check_file(value: object, path: str) -> str | None:
-    if value is not None and (not isinstance(value, str) or not value):
+def _check_file(value: object, path: str) -> str:
+    if not isinstance(value, str) or not value:
         raise config_error(path, f"{show(value)} is not a file", "give the path of one, or null")
-    return value
+    return expanduser(value)
 
 
 def _check_options(value: object, path: str) -> Options:
@@ -241,7 +242,8 @@ def _check_options(value: object, path: str) -> Options:
     for method in METHODS.values():
         own = {option.name for option in method.options_schema}
         try:
-            checked.update(method.check_options({name: one for name, one in value.items() if name in own}, path))
+            own_values = {name: one for name, one in given(value).items() if name in own}
+            checked.update(method.check_options(own_values, path))
         except ChunkCacheRequestError as error:
             raise ChunkCacheConfigError(str(error)) from None
     return tuple(sorted(checked.items()))

@@ -10,14 +10,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, TypeAlias
 
-from chunk_cache.errors import config_error, known_names, show
+from chunk_cache.errors import config_error, given, known_names, show
 
 Parse: TypeAlias = Callable[[object, str], object]
 """Checks a value; the path says where it stood, for messages."""
 
 
 def checked_object(value: object, path: str, known: Sequence[str], asks_for: str = "some of ") -> Mapping[str, Any]:
-    """The value, checked to be an object with no other keys.
+    """The value, checked to be an object with no other keys, without those that are null, which are not given.
 
     Raises:
         ChunkCacheConfigError: it is not.
@@ -28,7 +28,7 @@ def checked_object(value: object, path: str, known: Sequence[str], asks_for: str
     for key in value:
         if key not in known:
             raise config_error(f"{path}.{key}", f"unknown key {show(key)}", known_names(key, known))
-    return value
+    return given(value)
 
 
 def parsed_fields(kind: type, value: object, path: str, asks_for: str = "some of ", **absent: object) -> dict[str, Any]:

@@ -21,10 +21,6 @@ def _endpoint(value: object, path: str) -> str:
     raise config_error(path, problem, "give one such as tcp://*:5557 or ipc:///run/chunks")
 
 
-def _replay_endpoint(value: object, path: str) -> str | None:
-    return None if value is None else _endpoint(value, path)
-
-
 def _salt(value: object, path: str) -> str:
     if not isinstance(value, str) or not value or not is_unicode(value):
         remedy = "give a secret text, the same to all replicas and to those who may ask what they hold"
@@ -40,7 +36,7 @@ class EventConfig:
     """Where the server publishes: `tcp://*:port` (data-parallel rank N: port + N), or `ipc://path`."""
     salt: str = field(repr=False, metadata={"parse": _salt})
     """Secret of the replicas and of those who may ask what they hold; without it the hashes tell nothing."""
-    replay_endpoint: str | None = field(default=None, metadata={"parse": _replay_endpoint})
+    replay_endpoint: str | None = field(default=None, metadata={"parse": _endpoint})
     """Where missed events can be asked for; null = nowhere. Ports as of `endpoint`."""
 
 
@@ -50,7 +46,7 @@ def port_of(endpoint: str) -> int | None:
     return int(found[2]) if found and 0 < int(found[2]) < 2**16 else None
 
 
-def parse_events(value: object, path: str) -> EventConfig | None:
+def parse_events(value: object, path: str) -> EventConfig:
     """Check the value of the key.
 
     Args:
@@ -59,8 +55,6 @@ def parse_events(value: object, path: str) -> EventConfig | None:
     Raises:
         ChunkCacheConfigError: not an object, an unknown or missing key, or a bad value.
     """
-    if value is None:
-        return None
     config = EventConfig(**parsed_fields(EventConfig, value, path, asks_for="", endpoint=None, salt=None))
     if config.replay_endpoint == config.endpoint:
         raise config_error(f"{path}.replay_endpoint", "is that of endpoint", "give another")

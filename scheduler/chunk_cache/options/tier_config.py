@@ -12,6 +12,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
+from os.path import expanduser
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -80,9 +81,7 @@ def parse_bytes(value: object, path: str) -> int:
     raise config_error(path, f"{show(value)} is not a number of bytes", 'give an integer, or a string like "4GB"')
 
 
-def _parse_disk(value: object, path: str) -> DiskConfig | None:
-    if value is None:
-        return None
+def _parse_disk(value: object, path: str) -> DiskConfig:
     if isinstance(value, str):
         value = {"path": value}
     items = checked_object(value, path, ["path", "max_bytes"])
@@ -90,12 +89,10 @@ def _parse_disk(value: object, path: str) -> DiskConfig | None:
     if not isinstance(folder, str) or not folder:
         raise config_error(f"{path}.path", f"{show(folder)} is not a folder", "give the path of a folder")
     max_bytes = items.get("max_bytes")
-    return DiskConfig(folder, None if max_bytes is None else parse_bytes(max_bytes, f"{path}.max_bytes"))
+    return DiskConfig(expanduser(folder), None if max_bytes is None else parse_bytes(max_bytes, f"{path}.max_bytes"))
 
 
-def _parse_remote(value: object, path: str) -> RemoteConfig | None:
-    if value is None:
-        return None
+def _parse_remote(value: object, path: str) -> RemoteConfig:
     if isinstance(value, str):
         value = {"url": value}
     if isinstance(value, Mapping) and "hicache" in value:
@@ -179,8 +176,8 @@ EVENT_MEDIA = {key.metadata["tier"]: key.metadata["medium"] for key in _KEYS_OF_
 """Names of the tiers in SGLang's events."""
 
 
-def parse_tiers(value: object, path: str) -> TierConfig | None:
-    """Checks the value of the key; None where it is null.
+def parse_tiers(value: object, path: str) -> TierConfig:
+    """Checks the value of the key.
 
     Args:
         path: where it stood, for messages.
@@ -188,8 +185,6 @@ def parse_tiers(value: object, path: str) -> TierConfig | None:
     Raises:
         ChunkCacheConfigError: an unknown key, a value outside its range, or no tier is asked for.
     """
-    if value is None:
-        return None
     config = TierConfig(**parsed_fields(TierConfig, value, path))
     asked_for = config.asked_for()
     if not asked_for:

@@ -347,14 +347,24 @@ def test_a_disk_tier_needs_a_folder(tmp_path):
         return {"tiers": {"disk": str(path)}}
 
     (tmp_path / "file").touch()
-    with pytest.raises(StartRefused, match=r"tiers.disk: .*/file cannot be made a folder \(it is a file\); name"):
-        refusals.check_disk(parse_config(tiers(tmp_path / "file")))
-    with pytest.raises(StartRefused, match=r"tiers.disk: .*/below cannot be made a folder \(Not a directory\)"):
-        refusals.check_disk(parse_config(tiers(tmp_path / "file" / "below")))
-    with pytest.raises(ValueError, match=r"tiers.disk: .*/file cannot be made a folder"):
+    with pytest.raises(StartRefused, match=r"tiers.disk: '.*/file' cannot be made a folder \(it is a file\); name"):
+        refusals.check_folders(parse_config(tiers(tmp_path / "file")))
+    with pytest.raises(StartRefused, match=r"tiers.disk: '.*/below' cannot be made a folder \(Not a directory\)"):
+        refusals.check_folders(parse_config(tiers(tmp_path / "file" / "below")))
+    with pytest.raises(ValueError, match=r"tiers.disk: '.*/file' cannot be made a folder"):
         engine(model_path="none", chunk_cache_config=tiers(tmp_path / "file"))
-    refusals.check_disk(parse_config(tiers(tmp_path / "new" / "folder")))
+    refusals.check_folders(parse_config(tiers(tmp_path / "new" / "folder")))
     assert (tmp_path / "new" / "folder").is_dir()
+    for bad in ("x" * 300, "a\0b", "\udcff\ud800"):
+        with pytest.raises(StartRefused, match=r"tiers.disk: '.*' cannot be made a folder \(.*\); name"):
+            refusals.check_folders(parse_config(tiers(tmp_path / bad)))
+
+
+def test_the_file_of_verification_needs_a_folder(tmp_path):
+    for name in ("none/quality.json", "a\0b/c"):
+        with pytest.raises(StartRefused, match=r"verify_file: '.*' cannot be written, .*; make the folder, or name"):
+            refusals.check_folders(parse_config({"verify_share": 1, "verify_file": str(tmp_path / name)}))
+    refusals.check_folders(parse_config({"verify_share": 1, "verify_file": str(tmp_path / "quality.json")}))
 
 
 def test_a_model_that_is_not_there_is_one_sentence(tmp_path):

@@ -75,6 +75,7 @@ def test_flags_stand_in_a_group_of_their_own():
         (["--chunk-cache", "--chunk-cache-config", "[1]"], "--chunk-cache-config must be a JSON object"),
         (["--chunk-cache", "--chunk-cache-config", "@/no/such/file"], "--chunk-cache-config: cannot read"),
         (["--chunk-cache", "--chunk-cache-target", "0.1"], "--chunk-cache-target: 0.1 is not an object"),
+        (["--chunk-cache", "--chunk-cache-target", "null"], "--chunk-cache-target is null; give an object, or leave"),
         (["--chunk-cache", "--chunk-cache-target", "{kl"], "--chunk-cache-target is not valid JSON"),
         (["--chunk-cache", "--chunk-cache-target", '{"kl": 0.1}'], '--chunk-cache-target needs "verify_share" above 0'),
         (

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from chunk_cache.errors import ChunkCacheConfigError, show
 from chunk_cache.options.config import Config, describe, parse_config
+from chunk_cache.options.tier_config import DiskConfig, TierConfig
 
 
 def test_empty_object_is_the_defaults() -> None:
@@ -77,20 +79,19 @@ def test_every_field_can_be_given() -> None:
         ({"max_variants_per_chunk": 1.0}, "--chunk-cache-config: max_variants_per_chunk: 1.0 is not an integer"),
         ({"max_path_tokens": "9"}, "--chunk-cache-config: max_path_tokens: '9' is not an integer"),
         ({"max_generation": -1}, "--chunk-cache-config: max_generation: -1 is not an integer of at least 0"),
-        ({"min_reuse_len": None}, "--chunk-cache-config: min_reuse_len: null is not an integer"),
         *[
             (
                 {"ageing": value},
                 f"--chunk-cache-config: ageing: {show(value)} is not a number in [0, 1000]; give such a number, or",
             )
-            for value in (None, True, -1, 1001, "10", float("nan"))
+            for value in (True, -1, 1001, "10", float("nan"))
         ],
         *[
             (
                 {"keep_share": value},
                 f"--chunk-cache-config: keep_share: {show(value)} is not a number in [0, 0.9]; ",
             )
-            for value in (None, False, -0.1, 1, "0.5", float("nan"))
+            for value in (False, -0.1, 1, "0.5", float("nan"))
         ],
         (
             {"verify_share": 1.1},
@@ -111,14 +112,14 @@ def test_every_field_can_be_given() -> None:
         ({"options": {"group_size": 4}}, "options.group_threshold: no window of 4 tokens has more than 5 of them; "),
         ({"options": {"first_ratio": 0.5}}, "options.first_ratio: 0.5 is smaller than last_ratio 0.94"),
         ({"remember": "all"}, "remember: unknown remember 'all'; known values: misses, contexts"),
-        ({"system_prompts": None}, "system_prompts: unknown system_prompts null; known values: any, same"),
+        ({"system_prompts": ""}, "system_prompts: unknown system_prompts ''; known values: any, same"),
         *[
             (
                 {"statistics_layers": value},
                 f"--chunk-cache-config: statistics_layers: {show(value)} is neither a list of layer numbers nor one of "
                 "sampled, all, none; count layers from 0",
             )
-            for value in ("some", "", 3, True, None, 1.5, {}, [], [-1], [True], [1.0], ["1"])
+            for value in ("some", "", 3, True, 1.5, {}, [], [-1], [True], [1.0], ["1"])
         ],
     ],
 )
@@ -126,6 +127,15 @@ def test_bad_values_name_the_key_and_the_remedy(value: object, message: str) -> 
     with pytest.raises(ChunkCacheConfigError) as caught:
         parse_config(value)
     assert message in str(caught.value)
+
+
+def test_null_is_not_given() -> None:
+    assert parse_config(dict.fromkeys(field.name for field in dataclasses.fields(Config))) == Config()
+    tiers = {"disk": "~/x", "host_bytes": None, "write": None, "throttle": {"disk": None}}
+    found = parse_config({"tiers": tiers, "options": {"seed": None}, "selector": {"timeout_s": None}})
+    path = str(Path.home() / "x")
+    assert found == Config(tiers=TierConfig(disk=DiskConfig(path)))
+    assert parse_config({"verify_share": 1, "verify_file": "~/x"}).verify_file == path
 
 
 def test_layers_with_statistics() -> None:

@@ -55,7 +55,6 @@ def test_short_forms():
     assert parse_tiers({"disk": "/chunks", "write": "evict"}, "tiers") == TierConfig(
         disk=DiskConfig("/chunks"), write="evict"
     )
-    assert parse_tiers(None, "tiers") is None
 
 
 @pytest.mark.parametrize(
