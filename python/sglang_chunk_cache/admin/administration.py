@@ -210,7 +210,8 @@ class Admin:
             numbers = {name: refused[0][name] for name in ("pinned_tokens", "max_pinned_tokens")}
             raise AdminRefused(
                 f"{_name(pin.selection)}: with these chunks {numbers['pinned_tokens']} tokens would be pinned, and "
-                f"{numbers['max_pinned_tokens']} is the limit; name fewer chunks, or unpin others",
+                f"{numbers['max_pinned_tokens']} is the limit, or less while a prompt is computed in steps; name fewer "
+                "chunks, unpin others, or try again",
                 HTTPStatus.CONFLICT,
                 numbers,
             )

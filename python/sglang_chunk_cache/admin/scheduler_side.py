@@ -128,6 +128,7 @@ class ChunkAdmin:
         self.kernel = kernel
         self._num_shown = manager.config.shown_tokens
         self.num_flushes = 0
+        self.num_due = 0  # tokens that a prompt which is computed in steps still needs, when a request is answered
         self.pins = Pins(index, store, int(MAX_PINNED_SHARE * cache.token_to_kv_pool_allocator.size))
 
     def answer(self, request: Any) -> Result:
@@ -243,13 +244,18 @@ class ChunkAdmin:
         return {"is_asking": True} if is_asking else {}
 
     def _pin(self, request: ChunkCachePinReq) -> Result:
-        result = self.pins.pin(request.keys, request.until)
+        result = self.pins.pin(request.keys, request.until, self._has_room)
         return {
             "pinned": {key.hex(): num_tokens for key, num_tokens in result.pinned.items()},
             "is_refused": result.is_refused,
             "pinned_tokens": result.num_tokens,
             "max_pinned_tokens": self.pins.max_tokens,
         }
+
+    def _has_room(self) -> bool:
+        """Whether the prompt that is computed in steps still gets its memory: a scheduler cannot stop in its midst."""
+        num_free = self.cache.token_to_kv_pool_allocator.available_size() + int(self.cache.evictable_size())
+        return num_free >= self.num_due
 
     def _unpin(self, request: ChunkCacheUnpinReq) -> Result:
         keys = self.pins.unpin(request.keys) if request.until is None else self.pins.expire(request.until)

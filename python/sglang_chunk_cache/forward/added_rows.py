@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from chunk_cache.methods import Stage
 from chunk_cache.plan.recompute_plan import RecomputePlan
 from chunk_cache.plan.selection_plan import Selection
 from sglang_chunk_cache.kv.partial_load import LayerCopy
@@ -62,6 +63,14 @@ class AddedRows:
     def for_draft(self) -> AddedRows:
         """All rows that the model begins with: a draft does not follow the choices of the model's forward."""
         return AddedRows(self.positions if self.load is None else self.load.plan.row_positions, self.begin)
+
+    @property
+    def is_spoilt(self) -> bool:
+        """Whether a forward that was stopped between layers cannot be run again with the same rows."""
+        choice = self.choice
+        return bool(self.layer_copies) or (
+            choice is not None and choice.selection.stage is Stage.LAYER and not choice.selection.asks_first
+        )
 
     def everything(self) -> AddedRows:
         """Every position of the loaded range, whose slots stay the request's own."""

@@ -23,7 +23,9 @@ def add_admin_requests(scheduler: Any) -> None:
 
 def _answer(scheduler: Any, request: Any) -> messages.ChunkCacheAdminReply:
     """Runs on every rank; only rank 0 has a socket to send the reply on."""
-    result = scheduler.tree_cache.chunks.admin.answer(request)
+    admin, unfinished = scheduler.tree_cache.chunks.admin, scheduler.chunked_req
+    admin.num_due = 0 if unfinished is None else len(unfinished.full_untruncated_fill_ids) - unfinished.extend_end
+    result = admin.answer(request)
     group, dp_rank = ranks_of_batch(), get_parallel().dp_rank or 0
     if isinstance(request, messages.ChunkCacheStatsReq):
         memory = psutil.Process().memory_info()

@@ -137,10 +137,11 @@ def _draft_forward(fused: FusedBatch, added: Sequence[AddedRows]) -> Forward:
 def _without_loads(
     fused: FusedBatch, chunks: ChunkRuntime, partial_loads: PartialLoads, added: Sequence[AddedRows], reason: str
 ) -> Forward:
-    """The same batch again, with every token computed in requests whose layers were still to arrive."""
+    """The same batch again, with every token computed in requests whose layers were still to arrive, and in those that
+    choose by how much KV changes: the first attempt has changed it."""
     batch = fused.batch
     for req, one in zip(batch.reqs, added, strict=True):
-        if one.load is None or one.state is None or not one.layer_copies:
+        if one.load is None or one.state is None or not one.is_spoilt:
             continue
         for layer_copy in one.layer_copies:
             partial_loads.fail(layer_copy.partial)
@@ -149,7 +150,7 @@ def _without_loads(
         assert plan is not None
         one.state.fail_load(chunks.manager.without_load(plan, reason, one.load.plan.load_start))
         chunks.metrics.add("fallbacks", reason)
-    parts = fused.parts([one.everything() if one.layer_copies else one for one in added])
+    parts = fused.parts([one.everything() if one.is_spoilt else one for one in added])
     return Forward(parts, tail_lens=_tail_lens(batch))
 
 
@@ -162,6 +163,7 @@ def _move_to_true_positions(forward_batch: ForwardBatch, batch: ScheduleBatch) -
     """Corrects positions of packed requests: SGLang counts slots, of which they have fewer than tokens."""
     num_dropped = [0 if (state := state_of(req)) is None else state.packing.num_dropped for req in batch.reqs]
     if any(num_dropped):
+        num_dropped += [0] * (len(forward_batch.positions) - len(num_dropped))  # beams, which are never packed
         (moved,) = upload([np.array(num_dropped, dtype=np.int64)], forward_batch.positions.device)
         stand_at(forward_batch, forward_batch.positions + moved)
 

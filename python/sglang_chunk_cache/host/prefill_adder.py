@@ -14,7 +14,7 @@ import copy
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
+from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS, AddReqResult, PrefillAdder
 
 from chunk_cache.methods import METHODS
 from chunk_cache.plan.plan_steps import needs_steps, next_step, part_of
@@ -140,9 +140,16 @@ class ChunkPrefillAdder(PrefillAdder):
         self.chunked_req_limit = most if step.end is None else step.end - req.prefix_len
         left = super().add_chunked_req(req)
         state.admission.reach(req.extend_end)
+        if left is not None:
+            self._reserve_rest(req)
         self.rem_chunk_tokens -= num_rows
         self.rem_input_tokens -= num_rows
         return left
+
+    def _reserve_rest(self, req: Req) -> None:
+        """Keeps the memory of a request's later steps from others: unlike stock's, its steps leave room for more."""
+        num_left = len(req.full_untruncated_fill_ids) - req.extend_end
+        self.memory_budget.reserve(num_left, min(req.sampling_params.max_new_tokens, CLIP_MAX_NEW_TOKENS))
 
     def _as_stock(self) -> PrefillAdder:
         """A copy of this adder as SGLang's own class, which knows of no rows: to select by, not to commit to."""
@@ -165,6 +172,8 @@ class ChunkPrefillAdder(PrefillAdder):
         if state is None or state.admission.plan is None:
             return
         state.admission.reach(req.extend_end)
+        if state.admission.in_steps and admission.is_chunked:
+            self._reserve_rest(req)
         plan, load = state.admission.plan, state.admission.load
         if load is not None:
             self._uncount_loaded(req, len(load.slots))

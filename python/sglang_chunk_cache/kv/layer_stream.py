@@ -34,6 +34,8 @@ class LayerStream:
         self.num_ready = 0
         self.reason: str | None = None
         """Why it failed, a reason of `TierError`; None = it did not."""
+        self.is_given_up = False
+        """Whether all ranks have given it up, at the same step; it may have failed earlier on one."""
         self.has_begun = False
         """Whether a worker was told to read it to its end."""
         self.seconds = 0.0

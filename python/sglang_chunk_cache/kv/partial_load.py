@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -28,12 +28,6 @@ from sglang_chunk_cache.kv.ranks import ReduceMax
 from sglang_chunk_cache.kv.store import VariantStore
 
 _COMPLETE, _RUNNING, _FAILED = range(3)  # votes; the largest of all ranks counts
-
-
-def _vote(stream: LayerStream) -> int:
-    if stream.reason is not None:
-        return _FAILED
-    return _COMPLETE if stream.is_complete else _RUNNING
 
 
 class LayerFailed(Exception):
@@ -53,6 +47,7 @@ class PartialLoad:
     stream: LayerStream
     lock: Any
     num_filled: int = 0
+    opened_at: float = field(default_factory=time.monotonic)
     gave_way: bool = False
     """It failed because the pool needed the room."""
 
@@ -76,7 +71,7 @@ class PartialLoads:
     """See the head of this file.
 
     Args:
-        timeout_s: how long a forward waits for layers in total.
+        timeout_s: how long a forward waits for layers in total, and a load for its last one.
     """
 
     def __init__(
@@ -108,7 +103,7 @@ class PartialLoads:
         if not self._open:
             return
         partials = list(self._open.values())
-        votes = np.array([_vote(partial.stream) for partial in partials], dtype=np.int64)
+        votes = np.array([self._vote(partial) for partial in partials], dtype=np.int64)
         for partial, vote in zip(partials, self._reduce_max(votes).tolist(), strict=True):
             if vote == _COMPLETE:
                 self.fill(partial, partial.stream.num_layers)
@@ -116,10 +111,19 @@ class PartialLoads:
             elif vote == _FAILED:
                 self.fail(partial)
 
+    def _vote(self, partial: PartialLoad) -> int:
+        stream = partial.stream
+        if stream.is_complete and stream.reason is None:
+            return _COMPLETE
+        if time.monotonic() - partial.opened_at > self.timeout_s:
+            stream.fail("timeout")
+        return _RUNNING if stream.reason is None else _FAILED
+
     def fail(self, partial: PartialLoad) -> None:
         """Gives up a node whose KV will not come; does nothing if it was given up or closed before."""
         if partial.variant.variant_id in self._open:
             partial.stream.fail("unavailable")
+            partial.stream.is_given_up = True
             self._index.discard(partial.variant.variant_id)
             self._close(partial)
 

@@ -221,7 +221,9 @@ class TierLoader:
             return {}
         for chunk in waiting.chunks:
             found, need = waiting.outcome[chunk.key], chunk.need
-            if found.stored and not self._pool.bring_in(found.stored, need, chunk.partition, found.stream):
+            if found.stream is not None and found.stream.is_given_up:
+                waiting.outcome[chunk.key] = Found(None, found.tier, f"tier_{found.stream.reason}")
+            elif found.stored and not self._pool.bring_in(found.stored, need, chunk.partition, found.stream):
                 waiting.outcome[chunk.key] = Found(None, found.tier, "memory")
         return waiting.outcome
 

@@ -10,7 +10,7 @@ here, and nothing depends on the order of a set, so all tensor-parallel ranks ke
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -89,8 +89,12 @@ class Pins:
         pin = self._pins.get(variant.key)
         return pin.until if pin is not None and pin.variant is variant else None
 
-    def pin(self, keys: Sequence[bytes], until: float) -> PinResult:
-        """Pins the best stored variant of each chunk; a chunk that is pinned twice stays until the later time."""
+    def pin(self, keys: Sequence[bytes], until: float, has_room: Callable[[], bool] = lambda: True) -> PinResult:
+        """Pins the best stored variant of each chunk; a chunk that is pinned twice stays until the later time.
+
+        Args:
+            has_room: whether the pool has room enough besides pins; if not, nothing is pinned.
+        """
         self.renew()
         best = self._best_of(keys)
         added = [key for key in best if key not in self._pins]
@@ -98,7 +102,7 @@ class Pins:
             variant = best[key]
             self._pins[key] = _Pin(variant, variant.holder, self._store.lock_chunk(variant), until)
         num_tokens = self.num_tokens
-        if num_tokens > self.max_tokens and added:
+        if added and (num_tokens > self.max_tokens or not has_room()):
             for key in added:
                 self._release(key)
             return PinResult({}, num_tokens, is_refused=True)
@@ -119,7 +123,8 @@ class Pins:
         return self.unpin([key for key, pin in self._pins.items() if pin.until <= until])
 
     def renew(self) -> None:
-        """Locks what variants moved to or were replaced by; unpins chunks that the index has dropped."""
+        """Locks what variants moved to or were replaced by; unpins chunks that the index has dropped, or that take more
+        tokens now than may be pinned."""
         stale = [key for key, pin in self._pins.items() if not self._is_current(pin)]
         if not stale:
             return
@@ -128,10 +133,11 @@ class Pins:
             pin, variant = self._pins[key], best.get(key)
             lock = None if variant is None else self._store.lock_chunk(variant)
             self._release(key)
-            if variant is None:
-                self.num_lost += 1
-            else:
+            if variant is not None:
                 self._pins[key] = _Pin(variant, variant.holder, lock, pin.until)
+                if self.num_tokens > self.max_tokens:
+                    self._release(key)
+            self.num_lost += key not in self._pins
 
     def forget_all(self) -> None:
         """Forgets all pins: the tree was emptied, and its locks with it."""

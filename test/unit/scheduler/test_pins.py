@@ -91,6 +91,22 @@ def test_all_or_none_at_the_limit(index, store, pins):
     assert pins.expire(5.0) == [key(1)], "a refused call changes no end"
 
 
+def test_nothing_is_pinned_where_others_need_the_room(index, store, pins):
+    add(index, 1)
+    assert pins.pin([key(1)], until=5.0, has_room=lambda: False).is_refused
+    assert store.locks == []
+
+
+def test_a_pin_that_grows_beyond_the_limit_ends(index, store, pins):
+    """The chunk is found behind a long prompt later, all of which a lock would keep."""
+    first, other = add(index, 1), add(index, 2)
+    pins.pin([key(1), key(2)], until=5.0)
+    add(index, 1, start=90, context=(key(8),))
+    index.discard(first.variant_id)
+    pins.renew()
+    assert (store.locks, len(pins), pins.num_lost) == ([other], 1, 1)
+
+
 def test_what_is_gone_is_not_pinned(index, store, pins):
     store.gone.add(add(index, 1).variant_id)
     assert pins.pin([key(1)], until=5.0).pinned == {}

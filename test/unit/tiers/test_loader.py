@@ -20,6 +20,7 @@ from chunk_cache.index.need import Need
 from sglang_chunk_cache.host.scheduler import merge
 from sglang_chunk_cache.kv import fingerprint as fingerprint_module
 from sglang_chunk_cache.kv.fingerprint import FORMAT_VERSION, Fingerprint
+from sglang_chunk_cache.kv.layer_stream import LayerStream
 from sglang_chunk_cache.tiers import loader as loader_module
 from sglang_chunk_cache.tiers.disk import DiskMedium
 from sglang_chunk_cache.tiers.record import MAGIC, PREFIX, encoded_len
@@ -139,6 +140,23 @@ def test_a_pool_without_room(tmp_path: Path) -> None:
     with open_tiers({"disk": tmp_path}) as tiers:
         tiers.pool.has_room = False
         assert [result(found) for found in tiers.load(wanted(1))] == [("disk", "memory")]
+
+
+def test_a_stream_that_all_ranks_gave_up_is_not_brought_in_again(tmp_path: Path) -> None:
+    """Else its request would wait for room for it for ever."""
+    write(tmp_path, 1)
+    with open_tiers({"disk": tmp_path}) as tiers:
+        tiers.want("r", wanted(1))
+        tiers.settle("r")
+        found = tiers.loader._waiting["r"].outcome[wanted(1).key]
+        assert found.stored is not None
+        stream = LayerStream(found.stored, iter(()), "disk")
+        stream.fail("corrupt")
+        tiers.loader._waiting["r"].outcome[wanted(1).key] = replace(found, stream=stream)
+        tiers.pool.brought.clear()
+        assert result(tiers.loader.bring_in("r")[wanted(1).key]) == ("disk", None), "others may still read it"
+        stream.is_given_up = True
+        assert result(tiers.loader.bring_in("r")[wanted(1).key]) == ("disk", "tier_corrupt")
 
 
 def test_a_request_without_chunks_is_not_held(tmp_path: Path) -> None:

@@ -14,14 +14,17 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from sglang.srt.layers.rotary_embedding.factory import get_rope
 
 from chunk_cache.index.chunk_index import ChunkIndex
 from chunk_cache.index.variant import NodeHome, Variant
+from chunk_cache.methods import Stage
 from chunk_cache.tiers.tier_ledger import TierLedger
 from sgl_kernel_ext.rotary import spec_from_sglang_rope
+from sglang_chunk_cache.forward.added_rows import AddedRows
 from sglang_chunk_cache.kv.assembler import KVAssembler
 from sglang_chunk_cache.kv.layer_stream import LayerStream, run_all
 from sglang_chunk_cache.kv.partial_load import LayerCopy, LayerFailed, LayerLoads, PartialLoad, PartialLoads
@@ -180,6 +183,34 @@ def test_what_nobody_reads_lands_as_well(stream):
 
 
 # Layers that do not come.
+
+
+def test_a_load_that_no_forward_reads_ends_too(stream):
+    """Its request may wait for the room that the load takes."""
+    server = Server(timeout_s=0.05)
+    partial = server.land(stream(1))
+    server.partial_loads.poll()
+    assert server.locked
+    time.sleep(0.1)
+    server.partial_loads.poll()
+    assert server.is_gone(partial)
+    assert (partial.reason, partial.stream.is_given_up) == ("tier_timeout", True)
+
+
+@pytest.mark.parametrize(
+    ("stage", "asks_first", "copies", "is_spoilt"),
+    [
+        (Stage.BEFORE, False, (), False),
+        (Stage.LAYER, True, (), False),  # chosen in a forward of its own
+        (Stage.LAYER, False, (), True),  # the stopped forward has changed the KV that it chooses by
+        (Stage.BEFORE, False, ("a copy",), True),
+    ],
+)
+def test_what_cannot_run_again_with_the_same_rows(stage, asks_first, copies, is_spoilt):
+    selection = SimpleNamespace(stage=stage, asks_first=asks_first)
+    load: Any = SimpleNamespace(layer_copies=copies, plan=SimpleNamespace(selection=selection))
+    state: Any = object()
+    assert AddedRows(np.arange(3), 0, load, state).is_spoilt == is_spoilt
 
 
 def test_one_deadline_for_all_layers_of_a_forward(stream, reading):
