@@ -29,6 +29,8 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from chunk_cache.errors import given, is_unicode
+from chunk_cache.prompt.marked_body import BLANK
+from chunk_cache.prompt.marks import is_blank
 from chunk_cache_tools.command_line import CommandParser, exit_code, progress
 from chunk_cache_tools.jsonl import object_in
 from sglang_chunk_cache.selector.alignment import Tokens, tokens_of
@@ -107,15 +109,15 @@ def _prompt(line: str, where: str) -> Prompt:
     system, chunks, question = value.get("system", ""), value.get("chunks"), value.get("question")
     if not isinstance(system, str):
         raise TrainError(f"{where}: system: not a text; give one, or leave it out")
-    if not isinstance(chunks, list) or not all(isinstance(c, str) for c in chunks) or not any(map(str.strip, chunks)):
+    if not isinstance(chunks, list) or not all(isinstance(c, str) for c in chunks) or all(map(is_blank, chunks)):
         raise TrainError(f"{where}: chunks: not a list of texts; give at least one")
     if not isinstance(question, str) or not question.strip():
         raise TrainError(f"{where}: question: not a text; give one")
     if not all(map(is_unicode, (system, *chunks, question))):
         raise TrainError(f"{where}: half of a surrogate pair, which is no character; cut texts between characters")
-    for i in (i for i, chunk in enumerate(chunks) if not chunk.strip()):
-        print(f"{PROG}: {where}: chunks[{i}] is not used (no visible text)", file=sys.stderr)
-    return Prompt(system, tuple(chunk for chunk in chunks if chunk.strip()), question)
+    for i in (i for i, chunk in enumerate(chunks) if is_blank(chunk)):
+        print(f"{PROG}: {where}: chunks[{i}] is not used ({BLANK})", file=sys.stderr)
+    return Prompt(system, tuple(chunk for chunk in chunks if not is_blank(chunk)), question)
 
 
 def make_examples(prompts: Iterable[Prompt], main: AuxiliaryModel, auxiliary: AuxiliaryModel) -> Iterator[Example]:

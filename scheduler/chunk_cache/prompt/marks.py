@@ -218,7 +218,8 @@ def trimmed(text: str) -> tuple[str, str, str]:
 
 def is_blank(text: str) -> bool:
     """Whether a text has nothing to see: white space, and signs such as the zero-width space (category Cf), or none."""
-    return all(sign.isspace() or unicodedata.category(sign) == "Cf" for sign in text)
+    # `isspace` alone tells less, but of long white space in a hundredth of the time.
+    return text.isspace() or all(sign.isspace() or unicodedata.category(sign) == "Cf" for sign in text)
 
 
 def word_end(core: str) -> int:

@@ -98,6 +98,7 @@ def test_the_loss_is_the_divergence() -> None:
         ('{"chunks": ["a"], "question": "b", "system": 3}', ":1: system: not a text"),
         ('{"chunks": [], "question": "b"}', ":1: chunks: not a list of texts"),
         ('{"chunks": ["", " "], "question": "b"}', ":1: chunks: not a list of texts"),
+        ('{"chunks": ["\u200b"], "question": "b"}', ":1: chunks: not a list of texts"),
         ('{"chunks": ["\\ud800"], "question": "b"}', ":1: half of a surrogate pair"),
         ("[" * 10**5 + "]" * 10**5, ":1: objects or lists are nested too deep"),
         ('{"chunks": ["a"]}', ":1: question: not a text"),
