@@ -18,7 +18,9 @@ import inspect
 import json
 import pkgutil
 import re
+import tomllib
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +32,36 @@ from sglang_plain_cpu.patches import PATCHES
 
 FILE = Path(__file__).with_name("sglang_signatures.json")
 OVERRIDES = hook_table.OVERRIDES | patches.OVERRIDES
-TOUCHED = hook_table.TOUCHED + patches.TOUCHED
 READ = frozenset(patch.target for patch in PATCHES if patch.kind in ("put", "module") and patch.target[:5] != "torch")
 """Names that are read from SGLang's source."""
+
+
+@dataclass(frozen=True)
+class Touch:
+    """A name of SGLang that a file of ours uses in a way that SGLang does not offer, without a hook or a patch.
+
+    Attributes:
+        name: dotted path, whose last part may be an attribute that instances get; or `"module:VARIABLE"`, an
+            environment variable and the module that reads it.
+        file: below the folder of our package.
+        why: one line.
+        breaks: as for a hook.
+    """
+
+    name: str
+    file: str
+    why: str
+    breaks: str
+
+
+def _touches(package: str, table: str) -> tuple[Touch, ...]:
+    rows = tomllib.loads((Path(__file__).parents[1] / "python" / package / table).read_text())["touch"]
+    return tuple(Touch(**row) for row in rows)
+
+
+TOUCHED_BY_CACHE = _touches("sglang_chunk_cache", "start/hooks.toml")
+TOUCHED_BY_PLATFORM = _touches("sglang_plain_cpu", "patches.toml")
+TOUCHED = TOUCHED_BY_CACHE + TOUCHED_BY_PLATFORM
 
 
 def check_signatures() -> list[str]:
@@ -226,12 +255,12 @@ def tables() -> str:
             f"### Replaced and wrapped ({len(hooks)})\n",
             *_table(("in `sglang.srt`", "how", "why", "what a change of its meaning would break in silence"), hooks),
             *_overridden(hook_table.OVERRIDES),
-            *_touched(hook_table.TOUCHED),
+            *_touched(TOUCHED_BY_CACHE),
             "\n## By the CPU platform\n",
             f"### Replaced, wrapped and registered ({len(puts)})\n",
             *_table(("in `sglang.srt`", "ours", "why", "what a change of its meaning would break in silence"), puts),
             *_overridden(patches.OVERRIDES),
-            *_touched(patches.TOUCHED),
+            *_touched(TOUCHED_BY_PLATFORM),
         ]
     )
 
@@ -246,7 +275,7 @@ def _overridden(handlers: Iterable[str]) -> Iterator[str]:
     yield from _table(("class", "of", "overrides"), rows)
 
 
-def _touched(touches: Iterable[hook_table.Touch | patches.Touch]) -> Iterator[str]:
+def _touched(touches: Iterable[Touch]) -> Iterator[str]:
     rows = [(_short(touch.name), f"`{touch.file}`", touch.why, touch.breaks.rstrip(".")) for touch in touches]
     yield f"\n### Touched otherwise ({len(rows)})\n"
     yield from _table(("in `sglang.srt`", "by", "why", "what a change of its meaning would break in silence"), rows)

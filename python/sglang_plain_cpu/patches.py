@@ -41,25 +41,8 @@ class Patch:
         _KINDS[self.kind](self)
 
 
-@dataclass(frozen=True)
-class Touch:
-    """A name that a file of ours sets under a condition, or restores.
-
-    Attributes:
-        name: dotted path, or `"module:VARIABLE"` for an environment variable and the module that reads it.
-        file: the file of this package that does so.
-        why, breaks: as for a patch.
-    """
-
-    name: str
-    file: str
-    why: str
-    breaks: str
-
-
 PATCHES = tuple(Patch(target=target, **{k: v for k, v in row.items() if k != "targets"})
                 for row in _TABLE["patch"] for target in row["targets"])  # fmt: skip
-TOUCHED = tuple(Touch(**row) for row in _TABLE["touch"])
 OVERRIDES: dict[str, tuple[str, ...]] = {
     f"{__package__}.{row['ours']}": tuple(row["overrides"]) for row in _TABLE["subclass"]
 }

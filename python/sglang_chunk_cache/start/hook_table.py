@@ -1,4 +1,7 @@
-"""Everything of SGLang that the chunk cache changes, as `hooks.toml` lists it."""
+"""The hooks that the chunk cache has in SGLang, and what our classes override there, as `hooks.toml` lists them.
+
+Its rows `touch` are read by tests and by the program that makes docs/touched.md.
+"""
 
 from __future__ import annotations
 
@@ -47,23 +50,6 @@ class Hook:
             refuse(f"the handler {self.handler} for {self.target} cannot be imported: {error}.")
 
 
-@dataclass(frozen=True)
-class Touch:
-    """A name of SGLang that is used without a hook, in a way that SGLang does not offer.
-
-    Attributes:
-        name: dotted path; the last part may be an attribute that instances get.
-        file: ours, below `python/sglang_chunk_cache/`.
-        why: one line.
-        breaks: as for a hook.
-    """
-
-    name: str
-    file: str
-    why: str
-    breaks: str
-
-
 _TABLE = tomllib.loads(Path(__file__).with_name("hooks.toml").read_text(encoding="utf-8"))
 
 
@@ -80,4 +66,3 @@ OVERRIDES: dict[str, tuple[str, ...]] = {
     row["handler"]: tuple(row["overrides"]) for row in _TABLE["hook"] + _TABLE["subclass"] if "overrides" in row
 }
 """The names that each of our classes overrides in SGLang's, by `"package.module:class"`."""
-TOUCHED = tuple(Touch(**row) for row in _TABLE["touch"])

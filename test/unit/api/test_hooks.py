@@ -16,7 +16,7 @@ import sglang_signatures as signatures
 from doc_pages import made_part
 from sglang_chunk_cache.flags.server_args import StartRefused
 from sglang_chunk_cache.start import hooks
-from sglang_chunk_cache.start.hook_table import FLAG_HOOKS, HOOKS, OVERRIDES, TOUCHED, Hook
+from sglang_chunk_cache.start.hook_table import FLAG_HOOKS, HOOKS, OVERRIDES, Hook
 
 ALL = FLAG_HOOKS + HOOKS
 ROOT = Path(__file__).parents[3]
@@ -64,11 +64,11 @@ def test_what_differs_is_named(tmp_path, monkeypatch):
     assert touched == "sglang.srt.server_args.ServerArgs._x: gone"
 
 
-def _touch(name: str) -> Any:
-    return type(TOUCHED[0])(name, "x.py", "why", "breaks")
+def _touch(name: str) -> signatures.Touch:
+    return signatures.Touch(name, "x.py", "why", "breaks")
 
 
-@pytest.mark.parametrize("touch", TOUCHED, ids=lambda touch: touch.name)
+@pytest.mark.parametrize("touch", signatures.TOUCHED_BY_CACHE, ids=lambda touch: touch.name)
 def test_what_is_touched_is_touched_where_the_table_says(touch):
     text = (ROOT / "python" / "sglang_chunk_cache" / touch.file).read_text()
     assert touch.name.rpartition(".")[2] in text

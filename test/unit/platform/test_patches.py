@@ -16,7 +16,8 @@ import pytest
 import sglang_plain_cpu
 import sglang_signatures as signatures
 from sglang_plain_cpu import patches
-from sglang_plain_cpu.patches import PATCHES, TOUCHED
+from sglang_plain_cpu.patches import PATCHES
+from sglang_signatures import TOUCHED_BY_PLATFORM as TOUCHED
 
 PACKAGE = Path(sglang_plain_cpu.__file__).parent
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path.name != "patches.py")
