@@ -91,7 +91,7 @@ class Admin:
         num_replicas: number of data-parallel replicas, each with chunks of its own.
     """
 
-    def __init__(self, manager: Any, communicator: Any, num_replicas: int = 1) -> None:
+    def __init__(self, manager: Any, communicator: Any, num_replicas: int) -> None:
         self.manager, self.num_replicas = manager, num_replicas
         self.warm_slots = asyncio.Semaphore(MAX_BATCH)  # of all clients together
         self._communicator = communicator
@@ -187,7 +187,7 @@ class Admin:
     async def _ask_stores(self, request: Any) -> list[Any]:
         """Asks until the stores that the schedulers ask have answered, or cannot be asked; returns the replies."""
         replies = await self._ask(request)
-        while any(reply.ranks[0].get("is_asking") for reply in replies):
+        while any(reply.ranks[0]["is_asking"] for reply in replies):
             await asyncio.sleep(ASK_AGAIN_S)
             replies = await self._ask(msgspec.structs.replace(request, is_again=True))
         return replies
@@ -215,7 +215,8 @@ class Admin:
                 HTTPStatus.CONFLICT,
                 numbers,
             )
-        pinned, missing = _split(keys, _merged((result["pinned"] for result in results), max), "tokens")
+        tokens = _merged((result["pinned"] for result in results), max)
+        pinned, missing = _split(keys, {key: {"tokens": num} for key, num in tokens.items()})
         _check_known(pin.selection, keys, pinned)
         return {
             "pinned": pinned,
@@ -234,7 +235,7 @@ class Admin:
         """
         keys = None if selection is None else self.keys_of(selection)
         replies = await self._ask(messages.ChunkCacheUnpinReq(keys=None if keys is None else _unique(keys)))
-        done = {key: 1 for reply in replies for key in reply.ranks[0]["unpinned"]}
+        done: dict[str, dict[str, Any]] = {key: {} for reply in replies for key in reply.ranks[0]["unpinned"]}
         pinned_tokens = max(reply.ranks[0]["pinned_tokens"] for reply in replies)
         if keys is None or selection is None:
             return {"unpinned": [{"key": key} for key in done], "not_pinned": [], "pinned_tokens": pinned_tokens}
@@ -373,21 +374,14 @@ def _added(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _split(
-    keys: Sequence[bytes], done: dict[str, Any], name: str | None = None
+    keys: Sequence[bytes], done: Mapping[str, Mapping[str, Any]]
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Entries of the reply for the chunks with which something was done, and for the others."""
-    hits, others = [], []
+    """Entries of the reply for the chunks with which something was done, with its fields, and for the others."""
+    hits: list[dict[str, Any]] = []
+    others: list[dict[str, Any]] = []
     for index, key in enumerate(one.hex() for one in keys):
-        entry: dict[str, Any] = {"index": index, "key": key}
-        if key not in done:
-            others.append(entry)
-            continue
-        value = done[key]
-        if name is not None:
-            entry[name] = value
-        elif isinstance(value, dict):
-            entry.update(value)
-        hits.append(entry)
+        entry = {"index": index, "key": key, **done.get(key, {})}
+        (hits if key in done else others).append(entry)
     return hits, others
 
 

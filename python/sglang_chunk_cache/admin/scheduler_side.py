@@ -112,10 +112,10 @@ class ChunkAdmin:
         manager: ChunkManager,
         store: VariantStore,
         tiers: ChunkTiers | None,
-        gate: Gate | None = None,
-        discoverer: Discoverer | None = None,
-        journal: Journal | None = None,
-        kernel: str = "torch",
+        gate: Gate | None,
+        discoverer: Discoverer | None,
+        journal: Journal,
+        kernel: str,
     ) -> None:
         self.cache = cache
         self.manager = manager
@@ -124,7 +124,7 @@ class ChunkAdmin:
         self.tiers = tiers
         self.gate = gate
         self.discoverer = discoverer
-        self.journal = journal or Journal()
+        self.journal = journal
         self.kernel = kernel
         self._num_shown = manager.config.shown_tokens
         self.num_flushes = 0
@@ -133,8 +133,7 @@ class ChunkAdmin:
 
     def answer(self, request: Any) -> Result:
         """The result of one request."""
-        handle: Callable[[Any], Result] = _HANDLERS[type(request)].__get__(self)
-        return handle(request)
+        return _HANDLERS[type(request)](self, request)
 
     def is_pinned(self, variant_id: int) -> bool:
         """Whether the variant with this id is pinned."""
@@ -235,13 +234,11 @@ class ChunkAdmin:
                 stored[key] = num_tokens
         if self.tiers is not None:
             stored |= self.tiers.stored_lens({key: name for key, name in names.items() if key not in stored})
-        found = {"stored": {key.hex(): num_tokens for key, num_tokens in stored.items()}}
-        return found | self._asking([key for key in names if key not in stored], request.is_again)
-
-    def _asking(self, missing: Sequence[bytes], is_again: bool) -> Result:
-        """Whether a store was asked for missing chunks and has not answered yet."""
-        is_asking = self.tiers is not None and self.tiers.ask(missing, is_first=not is_again)
-        return {"is_asking": True} if is_asking else {}
+        missing = [key for key in names if key not in stored]
+        return {
+            "stored": {key.hex(): num_tokens for key, num_tokens in stored.items()},
+            "is_asking": self.tiers is not None and self.tiers.ask(missing, is_first=not request.is_again),
+        }
 
     def _pin(self, request: ChunkCachePinReq) -> Result:
         result = self.pins.pin(request.keys, request.until, self._has_room)
@@ -305,7 +302,7 @@ def _behind(variant: Variant) -> Result:
     return {"system": variant.system.hex(), "context": [key.hex() for key in variant.context]}
 
 
-_HANDLERS: dict[type, Any] = {
+_HANDLERS: dict[type, Callable[[ChunkAdmin, Any], Result]] = {
     ChunkCacheStatsReq: ChunkAdmin._stats,
     ChunkCacheRequestsReq: ChunkAdmin._requests,
     ChunkCacheVariantsReq: ChunkAdmin._variants,

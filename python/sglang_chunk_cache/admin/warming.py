@@ -72,8 +72,8 @@ async def warm(admin: Admin, body: Warm, request: Any = None, chat: Any = None) 
     """Computes chunks that are not stored; yields progress, and a summary at the end.
 
     Args:
-        request: the client's request; when the client disconnects, the work stops.
-        chat: our `ChunkServingChat`, which renders messages.
+        request: the client's request; when the client disconnects, the work stops. None = nobody can disconnect.
+        chat: our `ChunkServingChat`, which renders messages; None = the body has none.
 
     Raises:
         ChunkCacheRequestError: the server cannot do this; raised here, before the first line.
@@ -84,17 +84,9 @@ async def warm(admin: Admin, body: Warm, request: Any = None, chat: Any = None) 
 
 
 class Warming:
-    """One request of warming.
+    """One request of warming; arguments and errors are those of `warm`."""
 
-    Args:
-        request: the client's request; None = no client can disconnect.
-        chat: renders messages; None = the body has none.
-
-    Raises:
-        ChunkCacheRequestError: this server cannot do it.
-    """
-
-    def __init__(self, admin: Admin, body: Warm, request: Any = None, chat: Any = None) -> None:
+    def __init__(self, admin: Admin, body: Warm, request: Any, chat: Any) -> None:
         self._admin = admin
         self._body = body
         self._request = request

@@ -62,7 +62,7 @@ def admin(schedulers: Schedulers, monkeypatch: pytest.MonkeyPatch) -> Admin:
         auto_create_handle_loop=lambda: None,
         chunk_cache_selector=None,
     )
-    manager.chunk_cache_admin = Admin(manager, schedulers)
+    manager.chunk_cache_admin = Admin(manager, schedulers, num_replicas=1)
     monkeypatch.setattr(admin_routes, "get_global_state", lambda: SimpleNamespace(tokenizer_manager=manager))
     return manager.chunk_cache_admin
 
@@ -175,21 +175,25 @@ def test_what_cannot_be_prepared_is_refused_before_the_first_line(admin, schedul
     assert schedulers.seen == []
 
 
+def _stored(tokens: dict[str, int], *, is_asking: bool = False) -> dict[str, Any]:
+    return {"stored": tokens, "is_asking": is_asking}
+
+
 def test_a_variant_is_stored_where_all_replicas_say_so(admin, schedulers):
-    schedulers.results = {messages.ChunkCacheStoredReq: [{"stored": {KEY: 3}}, {"stored": {KEY: 3, "ff": 1}}]}
+    schedulers.results = {messages.ChunkCacheStoredReq: [_stored({KEY: 3}), _stored({KEY: 3, "ff": 1})]}
     assert asyncio.run(admin.stored_as({KEYS[0]: "one", KEYS[1]: "other"})) == {KEYS[0]: 3}
     assert schedulers.seen == [messages.ChunkCacheStoredReq(names={KEYS[0]: "one", KEYS[1]: "other"})]
 
 
 def test_a_store_is_waited_for(admin, schedulers):
-    schedulers.results = {messages.ChunkCacheStoredReq: [{"stored": {}}, {"stored": {}, "is_asking": True}]}
+    schedulers.results = {messages.ChunkCacheStoredReq: [_stored({}), _stored({}, is_asking=True)]}
     schedulers.num_replicas = 2
 
     async def answered() -> dict[bytes, int]:
         asking = asyncio.ensure_future(admin.stored_as({KEYS[0]: "one"}))
         await asyncio.sleep(0.05)
         assert not asking.done()
-        schedulers.results = {messages.ChunkCacheStoredReq: [{"stored": {KEY: 3}}] * 2}
+        schedulers.results = {messages.ChunkCacheStoredReq: [_stored({KEY: 3})] * 2}
         return await asking
 
     assert asyncio.run(answered()) == {KEYS[0]: 3}

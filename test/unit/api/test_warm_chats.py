@@ -27,7 +27,7 @@ def warmed(service, *front: Any) -> tuple[int, ...]:
     """The ids in front of what is warmed with these messages."""
     body = parse_warm({"texts": ["Rome is in Italy.\n"], "messages": list(front)})
     serving = service.app.state.openai_serving_chat
-    return Warming(service.manager.chunk_cache_admin, body, chat=serving)._prefix
+    return Warming(service.manager.chunk_cache_admin, body, None, serving)._prefix
 
 
 @pytest.mark.parametrize("front", ["", "\n", "Passages:\n\n", "Read: ", "Read:"], ids=repr)
@@ -68,7 +68,7 @@ def test_an_engine_renders_them_too(service, monkeypatch):
     fronts = []
 
     async def warm(admin: Any, body: Any, chat: Any = None) -> Any:
-        fronts.append(Warming(admin, body, chat=chat)._prefix)
+        fronts.append(Warming(admin, body, None, chat)._prefix)
         return summary()
 
     async def summary() -> Any:

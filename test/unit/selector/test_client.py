@@ -209,7 +209,7 @@ def test_a_passage_that_is_evicted_everywhere_ends_the_process_and_nothing_else(
         return [messages.ChunkCacheAdminReply(ranks=[{"evicted": {}, **numbers}], agree=True, dp_rank=0)]
 
     manager = SimpleNamespace(chunk_cache_selector=asked.client, auto_create_handle_loop=lambda: None)
-    admin = Admin(manager, schedulers)
+    admin = Admin(manager, schedulers, num_replicas=1)
 
     async def test() -> None:
         await asked.scored("before")
