@@ -66,9 +66,9 @@ class EntrySummary(NamedTuple):
     traits: Traits
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True)
 class VariantInfo:
-    """One stored variant without its KV. Equal where all fields are, the statistics bit for bit."""
+    """One stored variant without its KV."""
 
     key: bytes
     """`chunk_key` of the chunk."""
@@ -115,17 +115,6 @@ class VariantInfo:
     def length(self) -> int:
         """Tokens."""
         return len(self.token_ids)
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, VariantInfo):
-            return NotImplemented
-        return self._values() == other._values()
-
-    def __hash__(self) -> int:
-        return hash((self.key, self.start, self.generation, self.system, self.context))
-
-    def _values(self) -> tuple[object, ...]:
-        return (*self.identity(), self.partition, self.payload_len, self.statistics and self.statistics.tobytes())
 
     def identity(self) -> tuple[object, ...]:
         """What must agree for a stored entry to be the one that was asked for."""

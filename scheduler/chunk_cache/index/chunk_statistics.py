@@ -80,6 +80,9 @@ class ChunkStatistics:
         tail = self._values[-1 - self._num_context :].tolist()
         return tail, tail.pop()
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ChunkStatistics) and self.tobytes() == other.tobytes()
+
     def tobytes(self) -> bytes:
         """Bytes that are equal where all numbers are, bit for bit."""
         sizes = (self._num_context, self._num_system)
