@@ -17,6 +17,7 @@ import multiprocessing
 import os
 import re
 import signal
+import sys
 import tempfile
 import uuid
 from collections.abc import Iterator, Mapping
@@ -54,14 +55,6 @@ class StartRefused(SystemExit):
         super().__init__(f"chunk cache: {sentence}")
 
 
-class _RefusalTold(StartRefused):
-    """`StartRefused` in a child; the process that launched it prints the sentence."""
-
-    def __init__(self, sentence: str) -> None:
-        super().__init__(sentence)
-        self.code = 1
-
-
 def refuse(sentence: str) -> NoReturn:
     """Stops the start with `sentence`; in a child, the process that launched it is told."""
     launcher, _, file = os.environ.get(REFUSAL_ENV_NAME, "").partition(" ")
@@ -72,7 +65,7 @@ def refuse(sentence: str) -> NoReturn:
         if parent_pid is not None and int(launcher) not in (parent_pid, os.getpid()):
             os.kill(parent_pid, signal.SIGTERM)  # the controller of --dp-size, which would wait for this child
         if int(launcher) != os.getpid():
-            raise _RefusalTold(sentence)
+            sys.exit(1)  # the process that launched it prints the sentence
     raise StartRefused(sentence)
 
 
