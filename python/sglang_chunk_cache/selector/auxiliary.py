@@ -147,7 +147,7 @@ class AuxiliaryModel:
         self.max_len = int(getattr(config, "max_position_embeddings", 0) or 2**31)
 
     @classmethod
-    def load(cls, path: str, *, dtype: torch.dtype = torch.float32, device: str = "cpu") -> AuxiliaryModel:
+    def load(cls, path: str, *, device: str = "cpu") -> AuxiliaryModel:
         """The model of a Hugging Face folder or name.
 
         Raises:
@@ -155,7 +155,7 @@ class AuxiliaryModel:
         """
         check_selector_model(path)
         try:
-            model = AutoModel.from_pretrained(path, dtype=dtype, attn_implementation=ATTENTION)
+            model = AutoModel.from_pretrained(path, dtype=torch.float32, attn_implementation=ATTENTION)
         except (OSError, ValueError, RuntimeError, SafetensorError) as error:
             raise SelectorModelError(f"its weights cannot be loaded ({one_line(error)[:300]})") from error
         auxiliary = cls(model.eval().to(device), AutoTokenizer.from_pretrained(path))
