@@ -13,8 +13,9 @@ host.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -88,7 +89,6 @@ class KVAssembler:
         self.kernel = kernel
         self._model_runner = model_runner
         self._is_cpu = torch.device(kv_pool.device).type == "cpu"
-        self._side: Any = None
         self.draft: KVAssembler | None = None
         """The assembler of the model that drafts, once that is there."""
 
@@ -155,7 +155,7 @@ class KVAssembler:
                         self._download(staged, target)
                 kv.append(found)
             if not self._is_cpu:
-                copied = self._side_stream().record_event()
+                copied = self._side_stream.record_event()
         k, v = kv
         return HostKV(k, v, copied)
 
@@ -232,13 +232,12 @@ class KVAssembler:
         for begin in range(layers.start, layers.stop, step):
             yield range(begin, min(begin + step, layers.stop))
 
+    @functools.cached_property
     def _side_stream(self) -> Any:
-        if self._side is None:
-            self._side = torch.get_device_module().Stream()
-        return self._side
+        return torch.get_device_module().Stream()
 
     def _upload(self, value: torch.Tensor, device: torch.device) -> torch.Tensor:
-        module, side = torch.get_device_module(), self._side_stream()
+        module, side = torch.get_device_module(), self._side_stream
         with module.stream(side):
             uploaded = value.to(device, non_blocking=True)
         module.current_stream().wait_stream(side)
@@ -246,7 +245,7 @@ class KVAssembler:
         return uploaded
 
     def _download(self, value: torch.Tensor, target: torch.Tensor) -> None:
-        module, side = torch.get_device_module(), self._side_stream()
+        module, side = torch.get_device_module(), self._side_stream
         side.wait_stream(module.current_stream())
         with module.stream(side):
             target.copy_(value, non_blocking=True)
@@ -257,14 +256,12 @@ class KVAssembler:
         """Whether forwards run on the current stream."""
         return self._is_cpu or bool(get_schedule().disable_overlap_schedule)
 
-    def _behind_launched_forwards(self, *given: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
+    @contextlib.contextmanager
+    def _behind_launched_forwards(self, *given: torch.Tensor) -> Iterator[None]:
         """Has what is enqueued inside run behind launched forwards; `given` are tensors from outside that it reads."""
         if self._runs_in_order:
-            return contextlib.nullcontext()
-        return self._on_forward_stream(given)
-
-    @contextlib.contextmanager
-    def _on_forward_stream(self, given: Iterable[torch.Tensor]) -> Any:
+            yield
+            return
         device_module = torch.get_device_module()
         forward_stream = self._model_runner.forward_stream
         schedule_stream = device_module.current_stream()
