@@ -23,7 +23,7 @@ from __future__ import annotations
 import logging
 import time
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -182,7 +182,7 @@ class _Check:
         self._shift = scheduler.model_config.context_len - num_tokens
         self._tolerance = TOLERANCES[self._runner.dtype] * (_QUANTIZED if scheduler.model_config.quantization else 1)
         self._stored = _STORED.get(self._runner.token_to_kv_pool.dtype, 0.0)
-        self._known: ChunkTransitions[Transition] | None = None
+        self._known: ChunkTransitions[Transition] = ChunkTransitions()
         self._own: list[float] = []  # by layer, and of the logits: what rounding does to the model's own forward
 
     def close(self) -> None:
@@ -231,24 +231,20 @@ class _Check:
     def _taking(self) -> StateForward | None:
         """The states of a forward of all rows that also takes what the gap does to states."""
         begin, end = self._gap
-        return self._states(self._positions, wanted=lambda known: [Wanted(0, begin, end, begin, known)])
+        return self._states(self._positions, wanted=[Wanted(0, begin, end, begin, self._known)])
 
     def _over_gap(self, positions: npt.NDArray[np.int64]) -> StateForward | None:
-        transition = None if self._known is None else self._known.of(0, self._gap[1])
+        transition = self._known.of(0, self._gap[1])
         assert (transition is None) == (self._chunks.states is None)
         return self._states(positions, gaps=() if transition is None else [Gap(self._gap[1], transition)])
 
     def _states(
-        self,
-        positions: npt.NDArray[np.int64],
-        gaps: Sequence[Gap] = (),
-        wanted: Callable[[ChunkTransitions[Transition]], Sequence[Wanted]] = lambda _: (),
+        self, positions: npt.NDArray[np.int64], gaps: Sequence[Gap] = (), wanted: Sequence[Wanted] = ()
     ) -> StateForward | None:
         layers = self._chunks.states
         if layers is None:
             return None
-        self._known = self._known or ChunkTransitions()
-        rows = RequestRows(self._prompt.row, positions, 0, gaps, wanted(self._known))
+        rows = RequestRows(self._prompt.row, positions, 0, gaps, wanted)
         return StateForward.of(layers, [rows], self._prompt.slots.device, is_fused=True)
 
     def _bring_in(self, shift: int) -> None:
@@ -267,7 +263,7 @@ class _Check:
             yield "computed around a gap", gap, self._rows(gap)
         if has_states or get_parallel().attn_dp_enabled:
             return  # no row leaves
-        leaving = _Leaving(rows.row_positions, len(layers.modules))
+        leaving = _Leaving(rows.row_positions, num_layers=len(layers.modules))
         tp_size, adapters = ranks_of_batch().world_size, self._runner.lora_manager
         layerwise = LayerwiseForward(rows, [leaving], layers, tp_size, adapters)
         yield "computed while others leave", self._positions, layerwise
@@ -362,9 +358,6 @@ def _difference(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 class _Leaving(RequestProgress):
     """A request of which every second row in front of the tail leaves at the second layer, all others at the last."""
-
-    def __init__(self, positions: torch.Tensor, num_layers: int) -> None:
-        super().__init__(positions, num_layers=num_layers)
 
     @property
     def rows_leave(self) -> bool:
