@@ -192,10 +192,8 @@ class LocalScheduler:
         if request.chunk_cache is None:
             return False
         from chunk_cache.options.request_options import parse_request
-        from chunk_cache.plan.selector_answer import asks_selector
 
-        chunks = self.cache.chunks
-        return asks_selector(parse_request(request.chunk_cache), chunks.method, chunks.ratio)
+        return self.cache.chunks.manager.awaits_scores(parse_request(request.chunk_cache))
 
     def answer(self, request: Request, reason: str | None = None) -> Any:
         """The message of that process, once the selector has answered: scores that follow from the ids, or a reason."""

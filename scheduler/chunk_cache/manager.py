@@ -34,13 +34,13 @@ from chunk_cache.index.variant import Home, PathTokens, Variant
 from chunk_cache.methods import METHODS, Ranking
 from chunk_cache.options.config import Config
 from chunk_cache.options.kept_tokens import KeptTokens, plan_kept
-from chunk_cache.options.request_options import EXACT_MODES
+from chunk_cache.options.request_options import EXACT_MODES, RequestOptions
 from chunk_cache.plan.chunk_plan import ChunkPlan
 from chunk_cache.plan.planning import PlanSettings, make_plan, replan_without_load
 from chunk_cache.plan.question_words import QuestionWords
 from chunk_cache.plan.recompute_plan import RecomputePlan
 from chunk_cache.plan.selection_plan import question_of
-from chunk_cache.plan.selector_answer import NO_ANSWER
+from chunk_cache.plan.selector_answer import NO_ANSWER, asks_selector
 from chunk_cache.prompt.chunk_prompt import ChunkPrompt
 from chunk_cache.retention import SOUND, Retention, Soundness
 from chunk_cache.tiers.variant_search import Held, is_better
@@ -218,6 +218,10 @@ class ChunkManager:
     def has_whole(self, prompt: ChunkPrompt, chunk: int) -> bool:
         """Whether the whole of a chunk is stored for a prompt."""
         return self._stored_len(prompt, chunk) == prompt.length(chunk)
+
+    def awaits_scores(self, options: RequestOptions) -> bool:
+        """Whether the process that tokenizes asks the selector for a request with these options."""
+        return asks_selector(options, self._settings.default_method, self._settings.default_ratio)
 
     def has_prepared(self, prompt: ChunkPrompt, chunk: int) -> bool:
         return self._retention.has_prepared(prompt, chunk)

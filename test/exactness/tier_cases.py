@@ -42,7 +42,7 @@ def only_on_disk(s: Session) -> None:
 
 
 def files(s: Session) -> int:
-    root = Path(s.local.cache.chunks.config.tiers.disk.path)
+    root = Path(s.local.cache.chunks.manager.config.tiers.disk.path)
     return len(list(root.glob("*/*/*/*.kv")))
 
 

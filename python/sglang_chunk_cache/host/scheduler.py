@@ -59,7 +59,8 @@ class ChunkScheduler(Scheduler):
         if draft is not None:
             check_pool(draft.draft_runner.token_to_kv_pool)
             chunks = self._chunks
-            follow_draft(chunks.assembler, self.tp_worker.model_runner, draft.draft_runner, chunks.config.kernel)
+            kernel = chunks.manager.config.kernel
+            follow_draft(chunks.assembler, self.tp_worker.model_runner, draft.draft_runner, kernel)
         check_loaded_model(self, self._chunks)
 
     def get_prefill_adder_class(self) -> partial[ChunkPrefillAdder]:
@@ -183,7 +184,7 @@ class ChunkScheduler(Scheduler):
         if chunks.tiers is not None and chunks.tiers.is_held(req.rid):
             return True
         state = state_of(req)
-        if state is None or not state.may_await_scores or not chunks.awaits_scores(state.options):
+        if state is None or not state.may_await_scores or not chunks.manager.awaits_scores(state.options):
             return False
         is_loaded = chunks.tiers is not None and chunks.tiers.has_found(req.rid)
         return is_loaded or any(chunks.manager.index.has(key) for key in state.prompt.keys)

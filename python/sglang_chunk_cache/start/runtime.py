@@ -20,9 +20,7 @@ from chunk_cache.index.variant import NodeHome
 from chunk_cache.manager import ChunkManager
 from chunk_cache.methods import METHODS, Stage
 from chunk_cache.options.config import Config, describe
-from chunk_cache.options.request_options import RequestOptions
 from chunk_cache.plan.question_words import QuestionWords
-from chunk_cache.plan.selector_answer import asks_selector
 from chunk_cache.prompt.discover import Discoverer
 from sglang_chunk_cache.admin.journal import Journal
 from sglang_chunk_cache.admin.scheduler_side import ChunkAdmin
@@ -68,7 +66,6 @@ class ChunkRuntime:
     """The parts, each the only one of its process.
 
     Attributes:
-        method, ratio: the server's.
         reuses_images: whether chunks are reused in prompts with images; else these are computed exactly.
         layers: of the model.
         manager: decides.
@@ -77,7 +74,6 @@ class ChunkRuntime:
         tiers, partial_loads: tiers below the KV pool, and their loads that arrive by layers; None = there are none.
         events: publishes which chunks are held; None = nobody does, or another rank.
         clock: times forwards: of all batches where there are tiers, else of those with marked requests.
-        journal: what became of requests.
         kernel: backend of our kernels.
         states: layers of the model that keep states; None = it has none.
         min_run_len: mean length of runs of rows from which SGLang's own attention backend serves them; None = never.
@@ -85,9 +81,6 @@ class ChunkRuntime:
         target_forwards: tells the draft model which rows the target's forward added.
     """
 
-    config: Config
-    method: str
-    ratio: float
     reuses_images: bool
     layers: ModelLayers
     manager: ChunkManager
@@ -105,16 +98,11 @@ class ChunkRuntime:
     admin: ChunkAdmin
     metrics: ChunkMetrics
     clock: ForwardClock
-    journal: Journal
     kernel: str
     states: StateLayers | None
     min_run_len: int | None
     statistics_layers: tuple[int, ...]
     target_forwards: TargetForwards
-
-    def awaits_scores(self, options: RequestOptions) -> bool:
-        """Whether the process that tokenizes asks the selector for a request with these options."""
-        return asks_selector(options, self.method, self.ratio)
 
     def note_ended(self, rid: str, state: ChunkRequest) -> None:
         """Notes in journal and metrics what became of a request, if it was ever admitted."""
@@ -122,7 +110,7 @@ class ChunkRuntime:
             return
         plan = state.reported.plan
         saved_s = self.clock.cost.saved_s(plan.num_saved, plan.prompt_len)
-        self.journal.note(rid, state.prompt.partition.name, state, state.reported, saved_s)
+        self.admin.journal.note(rid, state.prompt.partition.name, state, state.reported, saved_s)
         if saved_s is not None:
             self.metrics.observe("saved", saved_s)
         if (reason := whole_reason(state, has_ended=True)) is not None:
@@ -264,9 +252,8 @@ def create_runtime(cache: Any, args: ChunkCacheArgs, ctx: TreeCacheBuildContext)
         if tiers is not None:
             tiers.observe(events.log.observer)
     discoverer = Discoverer() if args.discover else None
-    journal = Journal()
     gate = _create_gate(args, ctx, assembler, is_counting=is_counting, reduce_max=reduce_max)
-    admin = ChunkAdmin(cache, manager, store, tiers, gate, discoverer, journal, kernel)
+    admin = ChunkAdmin(cache, manager, store, tiers, gate, discoverer, Journal(), kernel)
     if store.transitions is not None:
         store.transitions.is_kept = admin.is_pinned
     logger.info(
@@ -278,9 +265,6 @@ def create_runtime(cache: Any, args: ChunkCacheArgs, ctx: TreeCacheBuildContext)
         describe(config),
     )
     return ChunkRuntime(
-        config=config,
-        method=args.method,
-        ratio=args.ratio,
         reuses_images=get_spec().speculative_algorithm is None
         and not REUSES_IMAGES.isdisjoint(model_runner.model_config.hf_config.architectures),
         layers=layers,
@@ -299,7 +283,6 @@ def create_runtime(cache: Any, args: ChunkCacheArgs, ctx: TreeCacheBuildContext)
         admin=admin,
         metrics=metrics,
         clock=clock,
-        journal=journal,
         kernel=kernel,
         states=states,
         min_run_len=_min_run_len(config.attention, model_runner.device),
