@@ -55,7 +55,6 @@ class TierWriter:
     ) -> None:
         self._config = config
         self._tiers = {tier.name: tier for tier in tiers}
-        self._ledgers = {tier.name: tier.ledger for tier in tiers}
         self._workers = workers
         self._pool = pool
         self._metrics = metrics
@@ -164,7 +163,7 @@ class TierWriter:
         return targets(tuple(self._tiers), moment, write=self._config.write)
 
     def _actions(self, info: VariantInfo, moment: Moment) -> tuple[Placing, ...]:
-        ledgers = {tier: self._ledgers[tier] for tier in self._targets(moment)}
+        ledgers = {name: self._tiers[name].ledger for name in self._targets(moment)}
         return place(info.entry_id, info.traits, ledgers, self._config.max_variants_per_chunk)
 
     def _save(self, variant: Variant, moment: Moment) -> int:
@@ -175,7 +174,7 @@ class TierWriter:
         actions = self._actions(info, moment)
         for action in actions:
             if isinstance(action, Known):
-                self._ledgers[action.tier].note_frequency(info.entry_id, variant.reuse_frequency)
+                self._tiers[action.tier].ledger.note_frequency(info.entry_id, variant.reuse_frequency)
         writes = [action for action in actions if isinstance(action, Write)]
         if not writes:
             return variant.length

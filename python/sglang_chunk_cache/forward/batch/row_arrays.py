@@ -33,14 +33,10 @@ def num_decoding(batch: ScheduleBatch) -> int:
     return len(batch.decoding_reqs or ())
 
 
-def extend_positions(batch: ScheduleBatch, i: int) -> npt.NDArray[np.int64]:
-    """Positions of the ordinary extend of request i."""
-    return np.arange(batch.prefix_lens[i], batch.prefix_lens[i] + batch.extend_lens[i])
-
-
 def positions_of(batch: ScheduleBatch, added: Sequence[AddedRows]) -> list[npt.NDArray[np.int64]]:
     """Positions of the rows that each request computes: those that are added, then its extend."""
-    return [np.concatenate((one.positions, extend_positions(batch, i))) for i, one in enumerate(added)]
+    requests = zip(added, batch.prefix_lens, batch.extend_lens, strict=True)
+    return [np.concatenate((one.positions, np.arange(first, first + length))) for one, first, length in requests]
 
 
 def with_rows(

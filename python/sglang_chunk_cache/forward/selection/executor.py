@@ -193,10 +193,6 @@ class LayerwiseForward:
         """Leading dimensions of a key that are not rotated: with latent attention those that are V."""
         return layer.v_head_dim if is_latent(self._rows.kv_pool) else 0
 
-    def _row_range(self, i: int) -> slice:
-        begin = sum(self.row_lens[:i])
-        return slice(begin, begin + self.row_lens[i])
-
     def _rows_at(
         self,
         i: int,
@@ -206,7 +202,8 @@ class LayerwiseForward:
         layer: RadixAttention,
         sinks: torch.Tensor | None,
     ) -> RowsAtLayer:
-        rows, pool = self._row_range(i), self._rows.kv_pool
+        begin, pool = sum(self.row_lens[:i]), self._rows.kv_pool
+        rows = slice(begin, begin + self.row_lens[i])
         return RowsAtLayer(
             q=q[rows],
             k=k[rows],
