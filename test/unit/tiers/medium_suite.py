@@ -138,6 +138,13 @@ def act_at_random(medium: Medium, rng: random.Random, stored: StoredVariant) -> 
     return []
 
 
+def reason_of(call: Callable[[], Any]) -> str:
+    """The reason of the `TierError` that a call ends with."""
+    with pytest.raises(TierError) as caught:
+        call()
+    return caught.value.reason
+
+
 class MediumSuite:
     survives: ClassVar[bool] = True
     """Whether entries outlive the object."""
@@ -345,9 +352,5 @@ class MediumSuite:
 
     @staticmethod
     def assert_fails(medium: Medium, info: VariantInfo, reason: str) -> None:
-        with pytest.raises(TierError) as caught:
-            medium.read(info)
-        assert caught.value.reason == reason, caught.value
-        with pytest.raises(TierError) as caught:
-            list(medium.read_layers(info))
-        assert caught.value.reason in (reason, "missing"), caught.value
+        assert reason_of(lambda: medium.read(info)) == reason
+        assert reason_of(lambda: list(medium.read_layers(info))) in (reason, "missing")

@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -36,6 +35,7 @@ from unit.tiers.medium_suite import (
     assert_same,
     assert_sound,
     make_stored,
+    reason_of,
 )
 from unit.tiers.mounting import mount
 
@@ -305,12 +305,6 @@ def as_nobody() -> Iterator[None]:
 def file_of(folder: Path) -> Path:
     (path,) = (path for path in folder.rglob("*.kv") if path.is_file())
     return path
-
-
-def reason_of(call: Callable[[], Any]) -> str:
-    with pytest.raises(TierError) as caught:
-        call()
-    return caught.value.reason
 
 
 def wait_until(holds: Callable[[], bool]) -> None:

@@ -20,7 +20,16 @@ from sglang_chunk_cache.tiers import mooncake
 from sglang_chunk_cache.tiers.medium import Medium
 from sglang_chunk_cache.tiers.mooncake import NUM_SLOTS, MooncakeMedium
 from unit.tiers import mooncake_writer
-from unit.tiers.medium_suite import FINGERPRINT, KEY, MediumSuite, OpenMedium, assert_same, assert_sound, make_stored
+from unit.tiers.medium_suite import (
+    FINGERPRINT,
+    KEY,
+    MediumSuite,
+    OpenMedium,
+    assert_same,
+    assert_sound,
+    make_stored,
+    reason_of,
+)
 
 TIMEOUT_S = 1.0
 OPTIONS = "?segment=64MiB"
@@ -195,12 +204,6 @@ class TestMooncake(MediumSuite):
 def test_bad_urls(url: str, problem: str) -> None:
     with pytest.raises(ValueError, match=problem):
         MooncakeMedium(url, FINGERPRINT)
-
-
-def reason_of(call: Callable[[], Any]) -> str:
-    with pytest.raises(TierError) as caught:
-        call()
-    return caught.value.reason
 
 
 def problem_of(call: Callable[[], Any]) -> str:

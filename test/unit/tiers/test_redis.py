@@ -25,6 +25,7 @@ from unit.tiers.medium_suite import (  # noqa: E402
     assert_same,
     assert_sound,
     make_stored,
+    reason_of,
 )
 from unit.tiers.redis_server import RedisServer, find_binary  # noqa: E402
 
@@ -225,12 +226,6 @@ def fails_fast(call: Callable[[], Any]) -> str:
     reason = reason_of(call)
     assert time.monotonic() - begun_at < 6 * TIMEOUT_S
     return reason
-
-
-def reason_of(call: Callable[[], Any]) -> str:
-    with pytest.raises(TierError) as caught:
-        call()
-    return caught.value.reason
 
 
 def write_until_it_fails(medium: Medium, stored: StoredVariant) -> None:
