@@ -174,3 +174,10 @@ def test_a_stricter_server_reads_nothing_that_one_without_its_rule_has_written(t
         (reply,) = checked(outcomes(tmp_path, [name], page_size=1, loading="prefetch", **options)[name])
         found.append(reply.info["chunks"][0]["status"])
     assert found == ["miss", "miss", "hit"]
+
+
+def test_chunks_of_an_adapter_come_from_disk_for_that_adapter(tmp_path: Path) -> None:
+    tiers = {"disk": {"path": str(tmp_path)}, "controller": False}
+    config = Config(num_adapters=2, options=(("tiers", tiers),))
+    replies = checked(run_cases(config, is_ours=True, names=["adapters"], module="exactness.tier_cases")["adapters"])
+    assert [reply.info["chunks"][0]["status"] for reply in replies] == ["hit", "miss"]

@@ -70,6 +70,14 @@ def case_what_another_server_stored(s: Session) -> list[Reply]:
     return replies
 
 
+def case_adapters(s: Session) -> list[Reply]:
+    """Replies with the adapter that has computed the chunk on disk, and with another."""
+    prompt = s.prompt(s.chunks(41), question=20)
+    s.send(prompt, max_new_tokens=1, adapter=0)
+    only_on_disk(s)
+    return s.send(prompt, adapter=0) + s.send(prompt, adapter=1)
+
+
 def case_a_chunk_whose_last_page_is_not_stored(s: Session) -> dict[str, Any]:
     """Its prompt ends within the page behind it: what the pool has in part is not written down."""
     (chunk,) = s.chunks(37)

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from sglang.srt.arg_groups.overrides import resolution_result
 from sglang.srt.runtime_context import get_schedule
 
 from sgl_kernel_ext.backend import raw
@@ -194,6 +195,8 @@ class KVAssembler:
         """What the KV of this rank depends on, and what is stored beside it of layers that keep states."""
         k, v = self._k_buffers[0], self._v_buffers[0]
         names = ("dtype", "quantization", "load_format", "model_impl", "json_model_override_args")
+        has_adapters = resolution_result(server_args, "enable_lora")
+        adapters = resolution_result(server_args, "lora_paths") if has_adapters else ()  # named by SGLang
         return Fingerprint(
             weights=weights_digest(server_args.model_path, server_args.revision),
             dtype=str(k.dtype).removeprefix("torch."),
@@ -206,7 +209,7 @@ class KVAssembler:
             tp_size=tp_size,
             settings=(
                 *((name, str(getattr(server_args, name, None))) for name in names),
-                *adapter_settings(getattr(server_args, "lora_paths", None) or ()),
+                *adapter_settings(adapters),
             ),
             states=states,
             model=server_args.model_path,
