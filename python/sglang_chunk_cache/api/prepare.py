@@ -228,7 +228,8 @@ def _rewrite(obj: Any, items: list[Item], manager: Any, args: ChunkCacheArgs) ->
         _check_ids(item, manager)
         if item.opts is not None:
             check_rows(item.opts, args.ratio, most_unknown_rows(), item.opts_path)
-    obj.sampling_params = _with_options(obj.sampling_params, [item.opts for item in items])
+    preferred = manager.preferred_sampling_params or {}
+    obj.sampling_params = _with_options(obj.sampling_params, [item.opts for item in items], preferred)
 
 
 def _check_combinations(obj: Any, items: list[Item]) -> None:
@@ -364,19 +365,26 @@ def _too_long(path: str, what: str, length: int, num_tokens: int, manager: Any) 
     return error
 
 
-def _with_options(sampling_params: Any, opts: list[RequestOptions | None]) -> Any:
-    """A copy of `sampling_params` that carries the options of each prompt; one object where all are equal."""
+def _with_options(sampling_params: Any, opts: list[RequestOptions | None], preferred: Mapping[str, Any]) -> Any:
+    """A copy of `sampling_params` that carries the options of each prompt; one object where all are equal.
+
+    Args:
+        preferred: of the server (`--preferred-sampling-params`), for parameters that a request leaves out.
+    """
     if not isinstance(sampling_params, (list, tuple)):
         if all(other == opts[0] for other in opts):
-            return _with_one(sampling_params, opts[0])
+            return _with_one(sampling_params, opts[0], preferred)
         sampling_params = [sampling_params] * len(opts)
-    return [_with_one(params, one) for params, one in zip(sampling_params, opts, strict=False)]
+    return [_with_one(params, one, preferred) for params, one in zip(sampling_params, opts, strict=False)]
 
 
-def _with_one(params: Mapping[str, Any] | None, opts: RequestOptions | None) -> dict[str, Any]:
+def _with_one(
+    params: Mapping[str, Any] | None, opts: RequestOptions | None, preferred: Mapping[str, Any]
+) -> dict[str, Any]:
     copied = dict(params or {})
     if opts is not None:
-        copied["custom_params"] = {**_custom_params(copied), KEY: dumps(opts)}
+        others = _custom_params(copied if "custom_params" in copied else preferred)
+        copied["custom_params"] = {**others, KEY: dumps(opts)}
     return copied
 
 

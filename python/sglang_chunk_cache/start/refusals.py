@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 
 from chunk_cache.options.config import Config
 from chunk_cache.options.event_config import port_problem
+from chunk_cache.prompt.chunk_cache_fields import KEY
 from sglang_chunk_cache.api.capabilities import check_default, divides_attention, what_fixes_rows, what_keeps_all
 from sglang_chunk_cache.flags.server_args import ChunkCacheArgs, attached, change, refuse
 from sglang_chunk_cache.kv.state_models import has_states
@@ -224,6 +225,7 @@ def check_resolved(server_args: Any) -> None:
     check_replicas(args.parsed_config, num_replicas)
     if kernel in ("triton", "flashinfer") and resolved(server_args, "device") != "cuda":
         refuse(f'--chunk-cache-config: kernel: "{kernel}" needs a CUDA device; use "auto" or "torch".')
+    _check_preferred(server_args)
     if str(server_args.model_path).lower() in ("none", "dummy"):
         return
     model_config = model_config_of(server_args)
@@ -247,6 +249,16 @@ def check_resolved(server_args: Any) -> None:
     what = what_keeps_all(server_args, model_config) if args.parsed_config.keep_tokens else None
     if what is not None:
         refuse(f'--chunk-cache-config: keep_tokens: {what} needs the KV of all tokens; drop "keep_tokens".')
+
+
+def _check_preferred(server_args: Any) -> None:
+    """Checks that options of requests are not given as sampling parameters that SGLang adds once they are checked."""
+    preferred = resolved(server_args, "preferred_sampling_params") or {}
+    if KEY in (preferred.get("custom_params") or {}):
+        refuse(
+            f"--preferred-sampling-params: custom_params.{KEY} is read of requests only; give defaults by "
+            "--chunk-cache-method, --chunk-cache-ratio and --chunk-cache-config."
+        )
 
 
 def _tell_of_one_pool(model_config: Any, server_args: Any) -> None:

@@ -323,6 +323,15 @@ def test_what_sglang_chose_is_not_blamed_on_the_user(name, value, sentence):
         refusals._check_chosen(server_args)
 
 
+def test_options_among_preferred_sampling_parameters_are_refused():
+    """SGLang adds them behind the check of a request; its scheduler would end at the first one."""
+    preferred = {"custom_params": {"chunk_cache": {"ratio": 0.3}}}
+    server_args = ServerArgs(model_path="none", preferred_sampling_params=preferred)
+    attach(server_args, ChunkCacheArgs())
+    with pytest.raises(StartRefused, match=r"--preferred-sampling-params: custom_params.chunk_cache .*-cache-ratio"):
+        refusals.check_resolved(server_args)
+
+
 def test_another_radix_cache_is_refused():
     from sglang_chunk_cache import plugin
 

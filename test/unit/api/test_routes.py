@@ -283,6 +283,16 @@ def test_options_that_completions_do_not_read(service, seen, options, message):
     assert seen == []
 
 
+def test_custom_params_of_the_server_stay_beside_marks(service, seen, monkeypatch):
+    """`--preferred-sampling-params`, such as what a custom logit processor reads: for requests that give none."""
+    monkeypatch.setattr(service.manager, "preferred_sampling_params", {"custom_params": {"budget": 5}})
+    for text, own in (("Who?", {}), (MARKED, {}), (MARKED, {"custom_params": {"other": 1}})):
+        service.post("/generate", {"text": text, "sampling_params": {"max_new_tokens": 3, **own}})
+    found = [request.sampling_params.custom_params for request in seen]
+    others = [{name: value for name, value in one.items() if name != "chunk_cache"} for one in found]
+    assert others == [{"budget": 5}, {"budget": 5}, {"other": 1}]
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_separators_and_spans_together(service, seen, stream):
     text, options = marked("s", "a", "b"), {"spans": [[0, 1]]}
