@@ -223,6 +223,23 @@ def case_forgotten(s: Session) -> dict[str, Any]:
     }
 
 
+def case_memory_that_is_given_away(s: Session) -> dict[str, Any]:
+    """A passage is deleted everywhere while the KV pool's memory is given away: is anything written there?"""
+    from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput, ResumeMemoryOccupationReqInput
+
+    (chunk,) = s.chunks(40)
+    s.prime([chunk])
+    scheduler, tags = s.local.scheduler, ["kv_cache"]
+    keys = scheduler.token_to_kv_pool_allocator.get_kvcache().k_buffer[1]
+    scheduler._request_dispatcher(ReleaseMemoryOccupationReqInput(tags=tags))
+    before = keys.clone()
+    request = ChunkCacheEvictReq(keys=list(keys_of(chunk)), is_everywhere=True)
+    result = scheduler._request_dispatcher(request).ranks[0]
+    is_written = not torch.equal(keys, before)
+    scheduler._request_dispatcher(ResumeMemoryOccupationReqInput(tags=tags))
+    return {"result": result, "is_written": is_written, "again": s.send(s.prompt([chunk]))[0]}
+
+
 def case_crowd(s: Session) -> list[str]:
     """One chunk is used often, then requests that the pool could just hold come together; is the chunk still there?"""
     (popular,) = s.chunks(400)

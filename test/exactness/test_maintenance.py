@@ -84,6 +84,14 @@ def test_what_is_evicted_everywhere_leaves_no_bytes(options: Any, fields: dict[s
     assert [chunk["status"] for chunk in found["again"].info["chunks"]] == ["miss", "miss"]
 
 
+def test_nothing_is_erased_in_memory_that_is_given_away() -> None:
+    """On a GPU a write there ends the server."""
+    found = outcome("memory_that_is_given_away", NOTHING)
+    assert found["result"]["emptied_tokens"] == found["result"]["in_use_tokens"] == 0
+    assert not found["is_written"]
+    assert found["again"].info["chunks"][0]["status"] == "miss"
+
+
 @pytest.mark.parametrize(("options", "tp_size"), [(EVERYTHING, 1), pytest.param(BY_RECENCY, 2, marks=pytest.mark.all)])
 def test_a_popular_derived_variant_is_computed_exactly_while_idle(options: Any, tp_size: int) -> None:
     found = outcome("refresh", options, tp_size=tp_size)

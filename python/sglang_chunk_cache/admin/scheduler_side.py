@@ -129,6 +129,7 @@ class ChunkAdmin:
         self._num_shown = manager.config.shown_tokens
         self.num_flushes = 0
         self.num_due = 0  # tokens that a prompt which is computed in steps still needs, when a request is answered
+        self.has_pool = True  # False while the pool's memory is given away (`/release_memory_occupation`)
         self.pins = Pins(index, store, int(MAX_PINNED_SHARE * cache.token_to_kv_pool_allocator.size))
 
     def answer(self, request: Any) -> Result:
@@ -285,7 +286,7 @@ class ChunkAdmin:
 
     def _empty_pool(self) -> Result:
         """Evicts all unread, unpinned KV and overwrites free slots, since any prompt may hold what was forgotten."""
-        num_emptied = self.cache.erase_unread()
+        num_emptied = self.cache.erase_unread() if self.has_pool else 0  # SGLang has emptied a pool that is away
         allocator = self.cache.token_to_kv_pool_allocator
         in_use = allocator.size - allocator.available_size() - self.pins.num_tokens
         return {"emptied_tokens": num_emptied, "in_use_tokens": int(in_use)}

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import psutil
+from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE
 from sglang.srt.runtime_context import get_parallel
 from sglang.utils import TypeBasedDispatcher
 
@@ -25,6 +26,7 @@ def _answer(scheduler: Any, request: Any) -> messages.ChunkCacheAdminReply:
     """Runs on every rank; only rank 0 has a socket to send the reply on."""
     admin, unfinished = scheduler.tree_cache.chunks.admin, scheduler.chunked_req
     admin.num_due = 0 if unfinished is None else len(unfinished.full_untruncated_fill_ids) - unfinished.extend_end
+    admin.has_pool = GPU_MEMORY_TYPE_KV_CACHE not in scheduler.weight_updater.offload_tags
     result = admin.answer(request)
     group, dp_rank = ranks_of_batch(), get_parallel().dp_rank or 0
     if isinstance(request, messages.ChunkCacheStatsReq):
