@@ -60,7 +60,7 @@ class Need:
     is_system_fixed: bool = False
     """Whether variants behind another system prompt, or other text between chunks, are not used."""
     is_trust_limited: bool = False
-    """Whether variants that were computed behind other chunks are not used, unless they are prepared."""
+    """Whether only variants are used that were computed alone, or prepared."""
     max_unit_cfo: float = math.inf
     """Largest unit CFO of a variant that is used; above it the chunk is computed instead."""
 
@@ -68,7 +68,8 @@ class Need:
         """Which of `OBSTACLES` a variant has; None = it may be used."""
         if variant.generation > self.max_generation:
             return "generation_limit"
-        if self.is_trust_limited and variant.context and not variant.is_prepared:
+        # A derived variant may have learnt from chunks behind it too (`drift`), so that its context tells too little.
+        if self.is_trust_limited and not variant.is_prepared and (variant.context or variant.generation):
             return "untrusted"
         if self.is_system_fixed and (variant.system != self.system or self._has_other_text(variant)):
             return "other_system"

@@ -155,6 +155,16 @@ def test_generation_limit(index: ChunkIndex) -> None:
     assert len(index) == 1
 
 
+def test_only_what_was_prepared_or_computed_alone_is_trusted(index: ChunkIndex) -> None:
+    need = Need(1, context=(C,), is_system_fixed=True, is_trust_limited=True)
+    add(index, A, context=(B,))
+    fixed = added(add(index, A, node("f"), start=4, generation=1))
+    assert index.lookup(A, ALL, need).reason == "untrusted", "chunks behind it may have steered how it was fixed"
+    alone = added(add(index, A, node("a"), start=8))
+    assert index.lookup(A, ALL, need).variant is alone
+    assert index.lookup(A, ALL, Need(1)).variant in (alone, fixed)
+
+
 def test_case_1_same_prompt_again_is_remembered_once(index: ChunkIndex) -> None:
     first = add(index, A, path_of(), start=8)
     newest = path_of()

@@ -118,7 +118,7 @@ class Case:
         held, need = self.held, self.need
         if one.generation > need.max_generation or (need.is_system_fixed and one.system != need.system):
             return False
-        if need.is_trust_limited and one.context and not one.is_prepared:
+        if need.is_trust_limited and not one.is_prepared and (one.context or one.generation):
             return False
         if need.unit_cfo(one) > need.max_unit_cfo:
             return False
