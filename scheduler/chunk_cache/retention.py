@@ -99,6 +99,9 @@ class Retention:
 
         With `remember: contexts` also those that it fixed for its context, unless too much of the pool is derived
         already. In mode prepare only the last chunk, as a prepared variant.
+
+        Of a prompt whose keys are not at their positions (`shift` 0) nothing approximate is kept. Nor of one with
+        `drift`, where others must not steer by texts: all chunks learn from the texts behind them, too.
         """
         if prompt.to_prepare is not None:
             yield from self._remember_prepared(prompt, prompt.to_prepare, up_to)
@@ -106,11 +109,13 @@ class Retention:
         generation = 0
         # The effect of a chunk on states is known only if it was computed whole.
         fixes = self.config.remember == "contexts" and plan.num_recomputed > 0 and not self.has_states
+        learns_from_behind = plan.selection is not None and plan.selection.drift > 0.0
+        is_own_only = not plan.is_shifted or (learns_from_behind and self.config.system_prompts == "same")
         for i, chunk in enumerate(plan.chunks):
             if chunk.generation is not None and plan.ratio < 1.0:
                 generation = max(generation, 1 + chunk.generation)
             is_fixed = fixes and bool(chunk.unit_cfo)
-            if chunk.end > up_to or not (chunk.is_to_remember or is_fixed):
+            if chunk.end > up_to or not (chunk.is_to_remember or is_fixed) or (generation and is_own_only):
                 continue
             if generation > self.config.max_generation:
                 yield Forgo(i, "generation_limit")

@@ -175,6 +175,7 @@ def make_plan(
         selection=chosen.selection,
         num_late_rows=chosen.num_late_rows,
         images=tuple(images),
+        is_shifted=rules.is_shifted,
     )
 
 

@@ -57,6 +57,8 @@ class RecomputePlan:
     """Rows in the load that the forward adds once the question has found them."""
     images: tuple[Span, ...] = ()
     """Images of the prompt, ascending."""
+    is_shifted: bool = True
+    """Whether the keys of reused tokens are turned to their new positions."""
 
     @property
     def num_load_rows(self) -> int:
@@ -164,6 +166,7 @@ class RecomputePlan:
         return (
             *(self.prompt_len, self.prefix_len, self.load_start, self.load_end, self.chunks, self.method, self.ratio),
             *(self.num_recomputed, self.num_reused, self.fallback_reason, self.selection, self.num_late_rows),
+            self.is_shifted,
         )
 
     def __str__(self) -> str:

@@ -739,6 +739,35 @@ def test_a_chunk_behind_the_text_that_it_is_stored_behind_is_not_kept_in_part(sy
 
 
 @pytest.mark.parametrize(
+    ("system_prompts", "method", "options", "kept"),
+    [
+        ("any", "epic", (), [1, 2]),
+        ("any", "epic", (("shift", 0),), []),
+        ("any", "question-drift", (), [1, 2]),
+        ("same", "question-drift", (), []),
+        ("same", "question-drift", (("drift", 0.0),), [1, 2]),
+    ],
+)
+def test_what_an_option_makes_of_chunks_is_not_kept_for_others(
+    system_prompts: str, method: str, options: Any, kept: list[int]
+) -> None:
+    """Chunk 3 is fixed, chunk 1 missing; chunk 4 steers both by drift, and keys that are not shifted are misplaced."""
+    settings = {"max_variants_per_chunk": 8, "max_variants": 100, "max_generation": 8, "max_cfo": None, "alpha": None}
+    manager = Server(0, **settings, remember="contexts", system_prompts=system_prompts).manager
+    for chunk in (0, 3, 4):
+        home = new_node(TOKENS[chunk])
+        manager.store.put(home, LENS[chunk])  # type: ignore[attr-defined]
+        manager.index.add(KEYS[chunk], length=LENS[chunk], start=0, generation=0, context=(), home=home)
+    prompt, tokens = prompt_of([0, 3, 1, 4])
+    asked = replace(prompt.options, method=method, ratio=0.3, options=options)
+    prompt_len = len(tokens) + QUESTION_LEN
+    prompt = replace(prompt, options=asked)
+    plan = manager.plan(prompt, prompt_len=prompt_len, prefix_len=0, max_prefix_len=prompt_len - 1)
+    actions = manager.remember_fused(prompt, plan, up_to=prompt_len)
+    assert [one.chunk for one in actions if one.chunk < 3] == kept
+
+
+@pytest.mark.parametrize(
     ("reason", "decision", "is_unsupported"),
     [
         ("unsupported", None, True),
