@@ -41,7 +41,10 @@ class Exchange(MarkedBody):
         return found
 
     def give_options(self, request: Any) -> None:
-        """Puts the options into the `custom_params` of a request of OpenAI's, wherever they stood in its body."""
+        """Puts the options into the `custom_params` of a request of OpenAI's, wherever they stood in its body; and the
+        tenant, where SGLang has dropped it."""
+        for name, value in self.tenant.items():
+            setattr(request, name, value)
         if self.asked.options is not None:
             request.custom_params = {**(request.custom_params or {}), KEY: self.asked.options}
 

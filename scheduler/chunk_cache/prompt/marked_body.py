@@ -40,6 +40,12 @@ _HOLDERS = ("system", "messages", "content", "source", "tools", "function", "too
 """Keys of a body under which marks are looked for; not the schemas and arguments of tools, whose keys are their own."""
 _DOCUMENT_ROUTES = ("/v1/chat/completions", "/invocations", "/v1/rerank")
 """Routes that read `documents`."""
+_TENANT_KEYS = ("extra_key", "cache_salt")
+_TENANT_ROUTES = (
+    *("/generate", "/v1/completions", "/v1/chat/completions", "/invocations", "/v1/responses"),
+    *("/v1/messages", "/v1/messages/count_tokens"),
+)
+"""Routes that read `_TENANT_KEYS`; SGLang drops them on others, also on the last two, for which we read them."""
 _MAX_DEPTH = 8
 """Objects inside each other that are searched for marks; a text of a document in the result of a tool is the sixth."""
 
@@ -67,11 +73,13 @@ class MarkedBody:
         asked: the `chunk_cache` object of the request.
         documents: the `documents` of a chat, by path.
         marks: the chunks that were not marked by spans; they are in tags where they stand.
+        tenant: the fields of the partition, of a route on which SGLang drops them.
     """
 
     asked: ChunkCacheFields = field(default_factory=ChunkCacheFields)
     documents: dict[str, dict[str, Any]] = field(default_factory=dict)
     marks: Marks = field(default_factory=Marks)
+    tenant: dict[str, str] = field(default_factory=dict)
 
     def tag_passages(self, passages: Iterable[Passage]) -> str:
         """Passages as they stand in the prompt, each in tags."""
@@ -119,6 +127,8 @@ def read_body(path: str, body: object, marked: MarkedBody, flags: MarkFlags) -> 
     reader(body, marked, flags)
     if body.get("documents") and path not in _DOCUMENT_ROUTES:
         _name_unused(marked, ("documents",), "this route does not read them")
+    if path not in _TENANT_ROUTES:
+        _name_unused(marked, _tenant_keys_in(body), "this route does not read it")
 
 
 # What each route reads.
@@ -149,6 +159,10 @@ def _read_chat(body: dict[str, Any], marked: MarkedBody, flags: MarkFlags) -> No
 def _read_messages(body: dict[str, Any], marked: MarkedBody, flags: MarkFlags) -> None:
     _refuse(body, ("custom_params",), "chunk_cache")
     marked.asked = _asked(body, flags)
+    for name in _tenant_keys_in(body):
+        if not isinstance(body[name], str):
+            raise request_error(name, f"{show(body[name])} is not a string", "give a string")
+        marked.tenant[name] = body[name]
     _name_unused(marked, marked.asked.blank, BLANK)
     _mark(list(_marks_in(body)), list(_message_parts(body)), marked, flags)
 
@@ -188,6 +202,10 @@ _READERS: dict[str, Callable[[dict[str, Any], MarkedBody, MarkFlags], None]] = {
     "/api/chat": _read_unmarked,
     "/api/generate": _read_unmarked,
 }
+
+
+def _tenant_keys_in(body: Mapping[str, Any]) -> list[str]:
+    return [name for name in _TENANT_KEYS if body.get(name) is not None]
 
 
 def _asked(body: Mapping[str, Any], flags: MarkFlags, keys: Sequence[str] = ROUTE_KEYS) -> ChunkCacheFields:

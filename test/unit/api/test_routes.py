@@ -349,6 +349,30 @@ def test_routes_that_do_not_mark_chunks(service, seen, route, body, path):
     assert seen == []
 
 
+@pytest.mark.parametrize("route", ["/v1/messages", "/v1/chat/completions"])
+def test_tenants_are_kept_apart_on_every_route_with_marks(service, seen, route):
+    body = {"model": "m", "max_tokens": 3, "messages": [{"role": "user", "content": marked("", "the rose")}]}
+    response = service.post(route, {**body, "extra_key": "a", "cache_salt": "b"})
+    assert response.status_code == 200, response.text
+    assert (seen[-1].extra_key, seen[-1].cache_salt) == ("a", "b")
+    assert chunk_texts(service, seen[-1]) == ["the rose"]
+    service.post(route, body)
+    assert (seen[-1].extra_key, seen[-1].cache_salt) == (None, None)
+
+
+def test_a_tenant_that_is_no_text_is_refused(service, seen):
+    body = {"model": "m", "max_tokens": 3, "messages": [{"role": "user", "content": "a"}], "cache_salt": 7}
+    response = service.post("/v1/messages", body)
+    assert response.status_code == 400
+    assert "cache_salt: 7 is not a string" in response.text
+    assert seen == []
+
+
+def test_a_route_that_does_not_read_the_tenant_says_so(service):
+    response = service.post("/api/generate", {"model": "m", "prompt": "a", "cache_salt": "b"})
+    assert response.headers["x-chunk-cache-unused"] == "cache_salt (this route does not read it)"
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     ("fields", "message"),
