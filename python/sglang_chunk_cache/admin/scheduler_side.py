@@ -26,6 +26,7 @@ from chunk_cache.keys import chunks_among
 from sglang_chunk_cache.admin.journal import Journal
 
 if TYPE_CHECKING:
+    from chunk_cache.index.refresh import RefreshQueue
     from chunk_cache.manager import ChunkManager
     from chunk_cache.prompt.discover import Discoverer
     from sglang_chunk_cache.kv.store import VariantStore
@@ -104,6 +105,7 @@ class ChunkAdmin:
         discoverer: finds passages that nobody marked; None = nobody does.
         journal: what became of requests.
         kernel: backend of our kernels.
+        refresh: computes popular variants anew; None = nobody does.
     """
 
     def __init__(
@@ -116,6 +118,7 @@ class ChunkAdmin:
         discoverer: Discoverer | None,
         journal: Journal,
         kernel: str,
+        refresh: RefreshQueue | None,
     ) -> None:
         self.cache = cache
         self.manager = manager
@@ -126,6 +129,7 @@ class ChunkAdmin:
         self.discoverer = discoverer
         self.journal = journal
         self.kernel = kernel
+        self._refresh = refresh
         self._num_shown = manager.config.shown_tokens
         self.num_flushes = 0
         self.num_due = 0  # tokens that a prompt which is computed in steps still needs, when a request is answered
@@ -262,6 +266,8 @@ class ChunkAdmin:
     def _evict(self, request: ChunkCacheEvictReq) -> Result:
         self.pins.unpin(request.keys)
         more = self._evict_behind(request.keys) if request.is_everywhere else {}
+        if self._refresh is not None:
+            self._refresh.forget(request.keys)
         below = {} if self.tiers is None else self.tiers.evict(request.keys)
         evicted = {}
         for key in request.keys:
@@ -285,7 +291,12 @@ class ChunkAdmin:
         return {"behind": {"variants": len(behind), "freed_tokens": num_freed}}
 
     def _empty_pool(self) -> Result:
-        """Evicts all unread, unpinned KV and overwrites free slots, since any prompt may hold what was forgotten."""
+        """Evicts all unread, unpinned KV and overwrites free slots, since any prompt may hold what was forgotten; also
+        those that an idle server would compute again."""
+        if self._refresh is not None:
+            self._refresh.clear()
+        if self.gate is not None:
+            self.gate.drop_replies("evicted")
         num_emptied = self.cache.erase_unread() if self.has_pool else 0  # SGLang has emptied a pool that is away
         allocator = self.cache.token_to_kv_pool_allocator
         in_use = allocator.size - allocator.available_size() - self.pins.num_tokens

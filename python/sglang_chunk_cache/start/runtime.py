@@ -253,7 +253,7 @@ def create_runtime(cache: Any, args: ChunkCacheArgs, ctx: TreeCacheBuildContext)
             tiers.observe(events.log.observer)
     discoverer = Discoverer() if args.discover else None
     gate = _create_gate(args, ctx, assembler, is_counting=is_counting, reduce_max=reduce_max)
-    admin = ChunkAdmin(cache, manager, store, tiers, gate, discoverer, Journal(), kernel)
+    admin = ChunkAdmin(cache, manager, store, tiers, gate, discoverer, Journal(), kernel, refresh)
     if store.transitions is not None:
         store.transitions.is_kept = admin.is_pinned
     logger.info(

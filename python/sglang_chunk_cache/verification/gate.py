@@ -1,7 +1,8 @@
 """Gate: verifies fused replies in idle time, keeps the results, and moves method and ratio if there is a target.
 
 Verbs, in the life of a request: `steer` (it came), `admit` (it reuses chunks), `release` (it ends). While idle, for a
-candidate of the `queue`: `complete` or `give_up`. At any time: `forget` (the weights changed), `save`, `stats`.
+candidate of the `queue`: `complete` or `give_up`. At any time: `drop_replies`, `forget` (the weights changed), `save`,
+`stats`.
 
 Promises: all tensor-parallel ranks do the same, since they agree on each measure; no `verify_share`, no gate.
 """
@@ -156,11 +157,15 @@ class Gate:
 
     # At any time.
 
+    def drop_replies(self, reason: str) -> None:
+        """Drops the replies that wait, and those in flight when they end; `reason` is one of `DROPPED`."""
+        waiting = len(self.queue)
+        self.queue.drop_all(reason)
+        self._metrics.add("verifications", reason, num=waiting)
+
     def forget(self) -> None:
         """Forgets what was learned and the replies that wait: the weights were changed."""
-        waiting = len(self.queue)
-        self.queue.drop_all("weights")
-        self._metrics.add("verifications", "weights", num=waiting)
+        self.drop_replies("weights")
         self.ledger = QualityLedger()
         self._newest.clear()
         if self.controller is not None:

@@ -25,6 +25,7 @@ MAX_TRIES = 4
 DROPPED = {
     "aborted": "The request was aborted, or ended by an error.",
     "busy": f"{MAX_TRIES} verifications of it were given up for requests that came.",
+    "evicted": "Passages were evicted everywhere meanwhile, which its prompt may hold.",
     "full": f"More than {MAX_WAITING} replies waited.",
     "memory": "As `full`, and the KV pool never had so many free slots while it waited; nothing is evicted for it.",
     "not_fused": "Its chunks did not arrive, so that it was computed in full.",

@@ -1,6 +1,6 @@
 """RefreshQueue: derived variants that are worth computing exactly while the server is idle.
 
-Verbs: `note` (how a derived variant can be computed exactly), `take` (the most popular one), `clear`.
+Verbs: `note` (how a derived variant can be computed exactly), `take` (the most popular one), `forget`, `clear`.
 
 What is taken depends on the index alone, so all tensor-parallel ranks choose alike.
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from chunk_cache.index.chunk_index import ChunkIndex
@@ -61,6 +62,14 @@ class RefreshQueue:
             ):
                 best = variant
         return None if best is None else self._origins.pop(best.variant_id)
+
+    def forget(self, keys: Iterable[bytes]) -> None:
+        """Forgets the prompts that these chunks are marked in: they would be stored again."""
+        gone = set(keys)
+        for variant_id in list(self._origins):
+            variant = self._index.get(variant_id)
+            if variant is None or not gone.isdisjoint((variant.key, *variant.context)):
+                del self._origins[variant_id]
 
     def clear(self) -> None:
         """Forgets everything: the store was emptied."""

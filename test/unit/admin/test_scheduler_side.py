@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from chunk_cache.index.quota import Shares
+from chunk_cache.index.refresh import Origin, RefreshQueue
 from chunk_cache.index.variant import NodeHome, PathHome, PathTokens, Variant, shown_id, variant_name
 from chunk_cache.keys import DEFAULT_PARTITION, Partition
 from chunk_cache.manager import ChunkManager
@@ -18,6 +19,11 @@ from chunk_cache.options.config import Config
 from sglang_chunk_cache.admin import scheduler_side as messages
 from sglang_chunk_cache.admin.journal import Journal
 from sglang_chunk_cache.admin.scheduler_side import ChunkAdmin
+from sglang_chunk_cache.kv.ranks import of_one_rank
+from sglang_chunk_cache.telemetry.gate_metrics import GateMetrics
+from sglang_chunk_cache.verification.gate import Gate
+
+METRICS = GateMetrics(enabled=False, model="")
 
 
 class Store:
@@ -75,7 +81,7 @@ def admin_of(**config_fields: Any) -> ChunkAdmin:
         evictable_size=lambda: np.int64(40),
         protected_size=lambda: 0,
     )
-    return ChunkAdmin(cache, manager, store, None, None, None, Journal(), "torch")  # type: ignore[arg-type]
+    return ChunkAdmin(cache, manager, store, None, None, None, Journal(), "torch", None)  # type: ignore[arg-type]
 
 
 def key(i: int) -> bytes:
@@ -221,6 +227,22 @@ def test_evict_forgets_all_variants_and_their_pins(admin):
     assert [variant.key for variant in admin.index] == [key(2)]
     assert len(admin.pins) == 1
     assert admin.answer(messages.ChunkCacheStoredReq(names=named(1, 2)))["stored"] == {key(2).hex(): 10}
+
+
+@pytest.mark.parametrize("everywhere", [False, True])
+def test_an_idle_server_computes_nothing_evicted_again(everywhere):
+    """What waits to be refreshed or verified is a prompt that may hold it."""
+    admin = admin_of(refresh_uses=1)
+    refresh, gate = RefreshQueue(admin.index, 1), Gate(1.0, None, METRICS, reduce_max=of_one_rank, state_file=None)
+    admin._refresh, admin.gate, admin.cache.erase_unread = refresh, gate, lambda: 40
+    for variant in list(admin.index):
+        admin.index.touch(variant)
+        refresh.note(variant, Origin(array("q", range(40)), ((5, 15),), Partition()))
+    candidate = gate.queue.choose("r", array("q", range(40)), Partition(), method="epic", ratio=0.1, step=None)
+    gate.queue.finish(candidate, array("q", [7]))
+    admin.answer(messages.ChunkCacheEvictReq(keys=[key(1)], is_everywhere=everywhere))
+    assert refresh.take() is None, "variant 2 was computed behind it"
+    assert len(gate.queue) == (0 if everywhere else 1)
 
 
 def test_a_flush_is_counted_and_drops_the_pins(admin):

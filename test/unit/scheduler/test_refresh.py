@@ -92,5 +92,14 @@ def test_after_a_flush_nothing_is_left(index: ChunkIndex) -> None:
     assert queue.take() is None
 
 
+def test_a_prompt_with_an_evicted_chunk_is_not_computed_again(index: ChunkIndex) -> None:
+    queue = queue_of(index, 3, 5, 4)
+    queue.forget([bytes([1]) * 16])
+    assert [queue.take() for _ in range(3)] == [origin(2), origin(0), None]
+    queue = queue_of(index, 3, 5)
+    queue.forget([b"c" * 16])
+    assert queue.take() is None, "the chunk stands in front of both"
+
+
 def test_no_uses_means_never(index: ChunkIndex) -> None:
     assert queue_of(index, 9, min_uses=0).take() is None
