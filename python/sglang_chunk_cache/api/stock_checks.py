@@ -100,6 +100,7 @@ def check_parameters(obj: Any, manager: Any, names: Names) -> None:
         ChunkCacheRequestError: a stock server could not use one, or a client may not give it.
     """
     _check_adapter(obj.lora_id)
+    _check_tenant(obj.extra_key, manager)
     _check_lists(obj)
     _check_embeds(obj)
     _check_labels(obj.custom_labels)
@@ -123,6 +124,14 @@ def _check_adapter(lora_id: object) -> None:
     """Checks that no client names an adapter's id: SGLang joins it to `extra_key`, where it could name a tenant."""
     if lora_id is not None:
         raise request_error("lora_id", "only the server sets it", "name the adapter in lora_path")
+
+
+def _check_tenant(extra_key: object, manager: Any) -> None:
+    """Checks that no `extra_key` ends with the id of an adapter, to which SGLang joins it: such a request would store
+    KV of the bare model for those of the adapter. Who knows name and path of one of `--lora-paths` knows its id."""
+    ids = tuple(one.lora_id for one in manager.lora_registry.get_all_adapters().values())
+    if any(isinstance(one, str) and one.endswith(ids) for one in each(extra_key)):
+        raise request_error("extra_key", "ends with the id of a LoRA adapter", "name the tenant otherwise")
 
 
 def _check_lists(obj: Any) -> None:

@@ -136,3 +136,16 @@ def test_labels_of_metrics_that_nobody_allowed(service, seen, monkeypatch, has_m
     response = service.post("/generate", {"text": "a", "custom_labels": {"a": "b"}})
     assert response.status_code == status, response.text
     assert ("custom_labels.a: the server has no such label; " in response.text) == has_metrics
+
+
+@pytest.mark.parametrize("extra_key", ["ID", "tenant-ID", ["a", "ID"]])
+def test_a_tenant_that_would_be_taken_for_an_adapter(service, seen, monkeypatch, extra_key):
+    adapters = {"poet": SimpleNamespace(lora_id="ID")}
+    monkeypatch.setattr(service.manager.lora_registry, "get_all_adapters", lambda: adapters)
+    text = ["a", "b"] if isinstance(extra_key, list) else "a"
+    response = service.post("/generate", {"text": text, "extra_key": extra_key})
+    assert response.status_code == 400, response.text
+    assert "extra_key: ends with the id of a LoRA adapter; " in response.text
+    assert seen == []
+    body = {"text": "a", "extra_key": "ID-tenant", "sampling_params": {"max_new_tokens": 3}}
+    assert service.post("/generate", body).status_code == 200
