@@ -64,7 +64,39 @@ def beam_beside_packed(s: Session) -> list[Reply]:
     return s.local.run(on_step)
 
 
+def question_beside_decoding(s: Session, num_in_front: int) -> list[Reply]:
+    """A prompt whose question chooses rows, alone and beside requests that decode in the same steps."""
+    chunks, question = s.chunks(60, 50), s.tokens(50)
+    in_front = [*s.system, *s.tokens(num_in_front)]
+    replies = []
+    for num_decoding in (0, 30):
+        s.local.flush()
+        s.prime(chunks)
+        prompt = Prompt().text(list(in_front)).chunk(chunks[1]).chunk(chunks[0]).text(question)
+        options = {"spans": prompt.spans, "method": "fusionrag", "ratio": 0.3, "explain": True}
+        others = [Request(s.tokens(2), None, max_new_tokens=40, logprobs=False) for _ in range(num_decoding)]
+        replies.append(_asked_beside(s, Request(prompt.ids, options, logprobs=False), others))
+    return replies
+
+
+def _asked_beside(s: Session, asked: Request, others: list[Request]) -> Reply:
+    """The reply to a request that comes once the others decode."""
+    has_come = False
+
+    def on_step(step: int) -> list[Any] | None:
+        nonlocal has_come
+        if step == 0 and others:
+            return [s.local.prepare(one) for one in others]
+        if has_come:
+            return None
+        has_come = len(s.local.scheduler.running_batch.reqs) >= len(others)
+        return [s.local.prepare(asked)] if has_come else []
+
+    return s.local.run(on_step, max_steps=1000)[-1]
+
+
 CASES = {"beside_steps_near": lambda s: beside_steps(s, "near")}
 CASES |= {"beside_steps_fusionrag": lambda s: beside_steps(s, "fusionrag")}
 CASES |= {"pin_between_steps": pin_between_steps, "beam_beside_packed": beam_beside_packed}
+CASES |= {"question_beside_decoding": question_beside_decoding}
 __all__ = ["CASES", "Session"]

@@ -33,3 +33,12 @@ def test_beams_beside_a_packed_request() -> None:
     replies = run("beam_beside_packed")
     assert [reply.finish["length"] for reply in replies] == [30, 6]
     assert replies[0].info["kept_tokens"] == 120
+
+
+@pytest.mark.parametrize("num_in_front", [0, 80])
+def test_requests_that_decode_cut_no_question_off(num_in_front: int) -> None:
+    server = (("enable_mixed_chunk", True), ("max_prefill_tokens", 4096))
+    replies = run(f"question_beside_decoding {num_in_front}", chunked=True, server=server)
+    assert {reply.info["method"] for reply in replies} == {"fusionrag"}
+    alone, beside = ([chunk["recomputed_positions"] for chunk in reply.info["chunks"]] for reply in replies)
+    assert beside == alone

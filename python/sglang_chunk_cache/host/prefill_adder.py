@@ -5,7 +5,7 @@ flags allow (`flags/step_limits`). A request with more rows than a step is compu
 prefill (`chunk_cache.plan.plan_steps`); one whose rows have no room in this step waits for the next. Nothing overtakes
 it in SGLang's own order of the queue, so it does not starve. A request that would have reused chunks evicted waits
 while others run that will free room, and is let in if none does. A question that chooses rows is not cut off where a
-step has room for it. A loaded token is never counted as cached.
+step has room for it, nor by requests that decode in the same step. A loaded token is never counted as cached.
 """
 
 from __future__ import annotations
@@ -72,7 +72,10 @@ class ChunkPrefillAdder(PrefillAdder):
             return self._select_first_step(req, admitted, plan, **kwargs)
         # Rows that the forward chooses cannot be cut into steps: the tail is sized as if there were no rows, as far as
         # --max-prefill-tokens allows, and the step is charged for both, so nothing else is admitted to it.
-        admission = self._as_stock()._select_prefill_admission(req, **kwargs)
+        stock = self._as_stock()
+        if _reads_question(plan):
+            stock.rem_chunk_tokens = step_len()  # also where requests that decode leave less
+        admission = stock._select_prefill_admission(req, **kwargs)
         if isinstance(admission, AddReqResult):
             return admission
         admission = dataclasses.replace(admission, replay_len=admission.replay_len + rows)
@@ -114,7 +117,7 @@ class ChunkPrefillAdder(PrefillAdder):
         """Most tokens behind rows that the forward chooses. A question stays whole: the plan made sure that it fits."""
         assert plan.selection is not None
         most, length = most_unknown_rows(), plan.prompt_len - plan.load_end
-        if most is None or METHODS[plan.selection.method].reads_question:
+        if most is None or _reads_question(plan):
             return length
         room = most - plan.num_load_rows
         return max(self.page_size, room - room % self.page_size)
@@ -135,6 +138,8 @@ class ChunkPrefillAdder(PrefillAdder):
                 return super().add_chunked_req(req)
             num_rows = part.num_load_rows
             most = most - num_rows if part.selection is None else self._most_behind(part)
+            if _reads_question(part):
+                self.rem_chunk_tokens += max(0, most - self.rem_chunk_tokens)  # also where others decode
         else:
             num_rows = 0
         self.chunked_req_limit = most if step.end is None else step.end - req.prefix_len
@@ -212,9 +217,14 @@ def _shortened(admission: Any, most: int) -> Any:
     return dataclasses.replace(admission, extend_len=most, is_chunked=True, max_new_tokens=0)
 
 
+def _reads_question(plan: RecomputePlan) -> bool:
+    """Whether the question chooses rows of the plan during the forward."""
+    return plan.selection is not None and METHODS[plan.selection.method].reads_question
+
+
 def _cuts_question(plan: RecomputePlan, req: Req, admission: Any) -> bool:
     """Whether an admission cuts off the tail behind the rows although the question at its end chooses them."""
     if isinstance(admission, AddReqResult):
         return False
     is_cut = admission.prefix_len + admission.extend_len < len(req.full_untruncated_fill_ids)
-    return is_cut and plan.selection is not None and METHODS[plan.selection.method].reads_question
+    return is_cut and _reads_question(plan)
