@@ -154,7 +154,7 @@ class Problems:
             if error.where in self._told:
                 return
             self._told.add(error.where)
-        logger.warning("Chunk cache: a stored entry is skipped (%s): %s", error.reason, error)
+        _log(error)
 
 
 class _Met(threading.local):
@@ -168,6 +168,10 @@ def take_skipped() -> str | None:
     """Why `find` or `scan` last skipped an entry in this thread since the previous call; None if none was skipped."""
     reason, _met.reason = _met.reason, None
     return reason
+
+
+def _log(error: TierError) -> None:
+    logger.warning("Chunk cache: a stored entry is skipped (%s): %s", error.reason, error)
 
 
 def in_order(infos: list[VariantInfo]) -> list[VariantInfo]:
