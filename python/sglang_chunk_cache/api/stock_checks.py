@@ -129,6 +129,8 @@ def _check_adapter(lora_id: object) -> None:
 def _check_tenant(extra_key: object, manager: Any) -> None:
     """Checks that no `extra_key` ends with the id of an adapter, to which SGLang joins it: such a request would store
     KV of the bare model for those of the adapter. Who knows name and path of one of `--lora-paths` knows its id."""
+    if extra_key is None:
+        return
     ids = tuple(one.lora_id for one in manager.lora_registry.get_all_adapters().values())
     if any(isinstance(one, str) and one.endswith(ids) for one in each(extra_key)):
         raise request_error("extra_key", "ends with the id of a LoRA adapter", "name the tenant otherwise")
