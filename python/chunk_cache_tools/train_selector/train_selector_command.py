@@ -33,6 +33,7 @@ from chunk_cache.prompt.marked_body import BLANK
 from chunk_cache.prompt.marks import is_blank
 from chunk_cache_tools.command_line import CommandParser, exit_code, progress
 from chunk_cache_tools.jsonl import object_in
+from chunk_cache_tools.verify.recommendation import Floats, bounds_of
 from sglang_chunk_cache.selector.alignment import Tokens, tokens_of
 from sglang_chunk_cache.selector.auxiliary import AuxiliaryModel, SelectorModelError
 
@@ -73,13 +74,21 @@ class Example:
 
 @dataclass(frozen=True)
 class Score:
-    """How close a prediction is to the target for one question, or the mean over several."""
+    """How close predictions are to their targets: `kl` and `jaccard` are `[questions]`."""
 
-    kl: float
-    jaccard: float
+    kl: Floats
+    jaccard: Floats
 
     def __str__(self) -> str:
-        return f"KL {self.kl:.4f}, Jaccard of the best {TOP_SHARE:.0%} {self.jaccard:.3f}"
+        return f"KL {self.kl.mean():.4f}, Jaccard of the best {TOP_SHARE:.0%} {self.jaccard.mean():.3f}"
+
+    def gain_over(self, before: Score) -> str:
+        """The means of what was gained question by question, each with its 95 % interval."""
+        gains = (before.kl - self.kl, self.jaccard - before.jaccard)
+        kl, jaccard = (
+            f"{gain.mean():+.4f} [{low:.4f}, {high:.4f}]" for gain in gains for low, high in [bounds_of(gain, 0.025)]
+        )
+        return f"KL {kl} nats, Jaccard {jaccard}"
 
 
 def read_prompts(path: Path) -> list[Prompt]:
@@ -197,21 +206,22 @@ def kl_divergence(target: torch.Tensor, predicted: torch.Tensor) -> torch.Tensor
     return (target * ratio).sum()
 
 
-def compare(target: torch.Tensor, predicted: torch.Tensor) -> Score:
-    """How close `predicted` is to `target`, both distributions over the tokens."""
+def compare(target: torch.Tensor, predicted: torch.Tensor) -> tuple[float, float]:
+    """KL and Jaccard index of `predicted` to `target`, both distributions over the tokens."""
     num = max(1, math.ceil(TOP_SHARE * len(target)))
     mine, theirs = (set(values.topk(num).indices.tolist()) for values in (predicted, target))
-    return Score(float(kl_divergence(target, predicted)), len(mine & theirs) / len(mine | theirs))
+    return float(kl_divergence(target, predicted)), len(mine & theirs) / len(mine | theirs)
 
 
 def measure(auxiliary: AuxiliaryModel, examples: Sequence[Example]) -> Score:
-    """How close the auxiliary model is to the main one, on average."""
+    """How close the auxiliary model is to the main one, question by question."""
     scores = []
     with torch.no_grad(), progress(len(examples), "measuring", "questions") as bar:
         for example in examples:
             scores.append(compare(example.target, predict(auxiliary, example).cpu()))
             bar.update()
-    return Score(float(np.mean([one.kl for one in scores])), float(np.mean([one.jaccard for one in scores])))
+    kl, jaccard = np.array(scores).T
+    return Score(kl, jaccard)
 
 
 def fine_tune(
@@ -297,7 +307,7 @@ def train(args: argparse.Namespace) -> tuple[Score, Score]:
     print(f"trained on {len(examples)} questions, {args.steps} steps; on {num_held_out} others:")
     print(f"before: {before}")
     print(f"after:  {after}")
-    print(f"gain: {before.kl - after.kl:+.4f} nats; written: {args.out}")
+    print(f"gain:   {after.gain_over(before)}; written: {args.out}")
     return before, after
 
 
