@@ -353,12 +353,12 @@ class ChunkManager:
         return int(self.index.worth(variant)) if self._is_by_frequency else None
 
     def new_priority(self, priority: int) -> int:
-        """Eviction priority of new KV: it is evicted before KV reused lately, not before all that was ever reused.
+        """Eviction priority of new KV: by frequency it goes before KV reused lately, not before all ever reused.
 
         Args:
-            priority: the one it was given, which counts if it is larger.
+            priority: of the request; it counts only where that is the order of the tree.
         """
-        return max(priority, int(self.index.age)) if self._is_by_frequency else priority
+        return int(self.index.age) if self._is_by_frequency else priority
 
     def num_kept_tokens(self, capacity: int) -> int:
         """Tokens that requests leave to stored chunks: `ROOM_PER_REUSED` per reused one, at most `keep_share`."""
@@ -417,7 +417,7 @@ class ChunkManager:
                 popular_lens[path] = self.index.popular_len(path, min_uses)
             is_cold = 2 * popular_lens[path] < variant.path_start + variant.length
             if is_cold and self.store.resolve(variant) == variant.length:
-                yield Promote(variant, self.new_priority(self.priority(variant) or 0))
+                yield Promote(variant, max(self.new_priority(0), self.priority(variant) or 0))
                 popular_lens.clear()  # carrying it out may have moved or evicted others
 
     def complete_promote(self, promotion: Promote, home: Home) -> None:

@@ -261,7 +261,7 @@ def case_images_from_disk(s: Session) -> None:
 
 
 def case_images_packed_whole(s: Session) -> None:
-    """Decoding goes on at the right positions where the prompt was packed into slots of its own."""
+    """Decoding goes on at the right positions where the prompt was packed into slots of its own, whole or in part."""
     whole = kept_cases.Session(s.local, is_ours=s.is_ours)
     a, b = s.chunks(40, 33)
     for lead in (0, 4, 9):
@@ -271,6 +271,29 @@ def case_images_packed_whole(s: Session) -> None:
         whole.num_packed = 0
     if s.is_ours:
         whole.drop()
+        for keep in (75, 100, 120):
+            with decoded_positions(s) as found:
+                s.local.generate([request(s, prompt, options={"keep_tokens": keep})])
+            first = int(prompt.positions.max()) + 1
+            assert found == [[first + i] * 3 for i in range(5)], keep
+
+
+@contextlib.contextmanager
+def decoded_positions(s: Session) -> Iterator[list[list[int]]]:
+    """The three coordinates of each token of one answer that the model is given meanwhile."""
+    model = s.local.scheduler.tp_worker.model_runner.model
+    found: list[list[int]] = []
+
+    def forward(ids: Any, positions: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        if batch.forward_mode.is_decode():
+            found.append(batch.mrope_positions[:, 0].tolist())
+        return type(model).forward(model, ids, positions, batch, *args, **kwargs)
+
+    model.forward = forward
+    try:
+        yield found
+    finally:
+        del model.forward
 
 
 def case_images_at_a_low_ratio(s: Session) -> None:

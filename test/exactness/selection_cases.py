@@ -44,6 +44,7 @@ def recipe(method: str, ratio: float | None, **options: Any) -> Recipe:
 
 
 GROUPING = {"group_size": 4, "group_threshold": 1}
+FILTERED = {"check_layer": 2, "first_ratio": 2.0, "last_ratio": 0.5, "filter_share": 1.0}
 RECIPES = [
     recipe("full-reuse", 0.3),
     recipe("epic", 0.2),
@@ -94,6 +95,8 @@ RECIPES = [
     recipe("cacheblend", 0.5, first_ratio=2.0, last_ratio=0.5, filter_share=1.0, group_size=8, group_threshold=5),
     recipe("cacheblend", 0.5, first_ratio=2.0, last_ratio=0.5, filter_share=1.0, focus_window=2),
     recipe("cacheblend", 0.4, focus_window=1, check_layer=2),
+    # A chunk that loses the focus leaves no row, and what is left is chosen from once more.
+    recipe("cacheblend", 0.5, **FILTERED, top_k="chunk", focus_window=1, group_size=4, group_threshold=0),
     recipe("cacheblend", 0.4, focus_window=2, **GROUPING),
     recipe("a3", 0.15),
     recipe("a3", 0.5),

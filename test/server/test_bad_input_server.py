@@ -295,6 +295,12 @@ def test_beam_search(server, stream):
     assert message(send(server, "/generate", body)).startswith("sampling_params.beam_width: ")
 
 
+def test_hashes_of_images_that_a_client_gives(server):
+    """A chunk would be stored under the name of another image."""
+    body = {**request("/generate", marked(["one", "two"]).text), "mm_hashes": ["ff"]}
+    assert message(send(server, "/generate", body)).startswith("mm_hashes: ")
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_route_that_does_not_mark_chunks(server, model_dir, stream):
     body = {"model": str(model_dir), "input": marked(["one", "two"]).text, "max_output_tokens": 4, "stream": stream}
@@ -341,6 +347,10 @@ KILLERS: dict[str, tuple[dict[str, Any], str]] = {
     "embeddings as a list": ({"positional_embed_overrides": []}, "positional_embed_overrides: [] is no"),
     "an adapter's id": ({"lora_id": []}, "lora_id: only the server sets it"),
     "a session's id as a list": ({"session_params": {"id": ["s"]}}, "session_params.id: Expected"),
+    "all turns of a session replaced": (
+        {"session_params": {"id": "s", "replace": True}},
+        "session_params.replace: SGLang cannot",
+    ),
 }
 """What ends a stock server, or did."""
 

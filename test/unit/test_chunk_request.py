@@ -103,6 +103,7 @@ def req_of(
         input_embeds=None,
         positional_embed_overrides=None,
         multimodal_inputs=images,
+        beam_group=None,
         return_routed_experts=False,
     )
 

@@ -34,6 +34,7 @@ from sglang_chunk_cache.admin.journal import merge
 from sglang_chunk_cache.api.stock_checks import check_vocabulary
 from sglang_chunk_cache.flags.server_args import ChunkCacheArgs, attached, instance_of
 
+_SHOWN_FLAGS = ("method", "ratio", "separator", "marks", "parts", "target")
 ASK_AGAIN_S = 0.01
 """Seconds until schedulers are asked again whether a store has answered."""
 
@@ -113,12 +114,7 @@ class Admin:
         return {
             "instance": instance_of(self.manager.server_args),
             "config": {
-                "method": args.method,
-                "ratio": args.ratio,
-                "separator": args.separator,
-                "marks": args.marks,
-                "parts": args.parts,
-                "target": args.target,
+                **{name: getattr(args, name) for name in _SHOWN_FLAGS},
                 **jsonable_encoder(describe(args.parsed_config)),
             },
             "host": {
@@ -311,11 +307,7 @@ class Admin:
         return tuple(ids), tuple(end_ids)
 
     def check_text(self, text: str, path: str) -> None:
-        """Checks that this server can tokenize a text and that it has no separator.
-
-        Raises:
-            ChunkCacheRequestError: it cannot, or it has.
-        """
+        """Checks that this server can tokenize a text and that it has no separator."""
         if self.manager.tokenizer is None:
             problem = "the server runs with --skip-tokenizer-init"
             raise request_error(path, problem, "send input_ids, or keys")

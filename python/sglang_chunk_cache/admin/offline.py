@@ -42,8 +42,7 @@ class EngineAdmin:
         return self._run(last_line())
 
     def _run(self, coroutine: Any) -> dict[str, Any]:
-        result: dict[str, Any] = self._engine.loop.run_until_complete(coroutine)
-        return result
+        return self._engine.loop.run_until_complete(coroutine)
 
 
 def _method(name: str, routed: Routed) -> Callable[..., dict[str, Any]]:

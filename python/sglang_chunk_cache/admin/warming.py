@@ -125,19 +125,17 @@ class Warming:
         if self._body.dry_run:
             yield await self._estimate(total)
             return
-        done = 0
         for first in range(0, total, self._body.batch):
             if self._request is not None and await self._request.is_disconnected():
                 return
             last = min(first + self._body.batch, total)
             failed = await self._batch(range(first, last))
             self._failed += failed
-            done = last
-            yield {"done": done, "total": total, **self._counts(), "failed": failed}
+            yield {"done": last, "total": total, **self._counts(), "failed": failed}
         missing = {chunk.key for chunk in await self._missing(self._chunks)}
         yield {
             "summary": True,
-            "done": done,
+            "done": total,
             "total": total,
             **self._counts(),
             "failed": self._failed,

@@ -37,8 +37,7 @@ class Exchange(MarkedBody):
         """The exchange of a request of Starlette; a new one where there is no request."""
         if raw_request is None:
             return cls()
-        found: Exchange = raw_request.scope.setdefault(KEY, cls())
-        return found
+        return raw_request.scope.setdefault(KEY, cls())
 
     def give_options(self, request: Any) -> None:
         """Puts the options into the `custom_params` of a request of OpenAI's, wherever they stood in its body; and the

@@ -16,13 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from chunk_cache.errors import ChunkCacheRequestError, request_error, show, user_error
-from chunk_cache.options.request_options import (
-    MAX_CHUNKS,
-    RequestOptions,
-    check_fit,
-    dumps,
-    parse_request,
-)
+from chunk_cache.options.request_options import MAX_CHUNKS, RequestOptions, check_fit, dumps, parse_request
 from chunk_cache.plan.served_methods import check_preparing, check_rows
 from chunk_cache.prompt.chunk_cache_fields import KEY
 from chunk_cache.prompt.marked_ids import MarkedIds, encode_marked
@@ -79,9 +73,6 @@ def _parse_items(
         args: the options of the server.
         names: the names of the fields, for messages.
         tags: the chunks that stand in tags in the texts.
-
-    Raises:
-        ChunkCacheRequestError: the request breaks the contract.
     """
     prompts, is_batch = _prompts(text, input_ids)
     per_prompt = isinstance(sampling_params, (list, tuple))
@@ -109,11 +100,7 @@ def _parse_items(
 
 
 def _check_number(prompts: list[object], is_batch: bool, params: Sequence[object], names: Names) -> None:
-    """Checks that a list of sampling parameters has one entry per prompt; stock SGLang fails where it has not.
-
-    Raises:
-        ChunkCacheRequestError: it has not.
-    """
+    """Checks that a list of sampling parameters has one entry per prompt; stock SGLang fails where it has not."""
     if not is_batch or len(params) != len(prompts):
         expected = f"{len(prompts)} prompts" if is_batch else "one prompt that is no list"
         raise request_error(
@@ -204,7 +191,8 @@ def note_own(obj: Any) -> None:
 
 
 def _rewrite(obj: Any, items: list[Item], manager: Any, args: ChunkCacheArgs) -> None:
-    _check_combinations(obj, items)
+    preferred = manager.preferred_sampling_params or {}
+    _check_combinations(obj, items, preferred)
     for item in items:
         opts = item.opts
         check_served(opts, manager, args, item.opts_path)
@@ -228,17 +216,19 @@ def _rewrite(obj: Any, items: list[Item], manager: Any, args: ChunkCacheArgs) ->
         _check_ids(item, manager)
         if item.opts is not None:
             check_rows(item.opts, args.ratio, most_unknown_rows(), item.opts_path)
-    preferred = manager.preferred_sampling_params or {}
     obj.sampling_params = _with_options(obj.sampling_params, [item.opts for item in items], preferred)
 
 
-def _check_combinations(obj: Any, items: list[Item]) -> None:
+def _check_combinations(obj: Any, items: list[Item], preferred: Mapping[str, Any]) -> None:
     has_marks = any(item.marked or (item.opts and item.opts.spans) for item in items)
     if has_marks and obj.text is not None and obj.input_ids is not None:
         raise request_error("input_ids", "chunks are marked and there is a text too", "send one of the two")
+    if obj.mm_hashes:  # the keys of chunks follow from them, so a chunk could be stored under the name of another image
+        problem = "hashes of images cannot be combined with marked chunks or chunk_cache options"
+        raise request_error("mm_hashes", problem, "leave them out; the server computes them")
     params = obj.sampling_params
     for one in params if isinstance(params, (list, tuple)) else [params]:
-        if isinstance(one, Mapping) and one.get("beam_width") not in (None, 1):
+        if {**preferred, **(one if isinstance(one, Mapping) else {})}.get("beam_width") not in (None, 1):
             problem = "beam search cannot be combined with marked chunks or chunk_cache options"
             raise request_error("sampling_params.beam_width", problem, "drop one of the two")
 

@@ -177,6 +177,9 @@ def _check_session(session_params: object) -> None:
         except msgspec.ValidationError as error:
             remedy = "give such a value, or leave the field out"
             raise request_error(f"session_params.{name}", one_line(error), remedy) from None
+    if isinstance(session_params, Mapping) and session_params.get("replace") and session_params.get("rid") is None:
+        problem = "SGLang cannot replace all turns of a session"
+        raise request_error("session_params.replace", problem, "name a turn in rid, or open another session")
 
 
 def _check_embeds(obj: Any) -> None:

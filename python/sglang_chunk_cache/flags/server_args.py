@@ -190,10 +190,9 @@ def from_flags(namespace: argparse.Namespace) -> ChunkCacheArgs | None:
         return None
     if "ratio" in given:
         given["ratio"] = _parse_ratio(given["ratio"])
-    if "config" in given:
-        given["config"] = _parse_object("config", given["config"])
-    if "target" in given:
-        given["target"] = _parse_object("target", given["target"])
+    for name in ("config", "target"):
+        if name in given:
+            given[name] = _parse_object(name, given[name])
     return ChunkCacheArgs(**given)
 
 

@@ -170,5 +170,4 @@ def attending(
 
 def attending_now(backend: AttentionBackend) -> tuple[Attention | None, Sequence[Observer]]:
     """What attends in the place of `backend` (None: nothing does), and what looks on."""
-    scope: tuple[Attention | None, Sequence[Observer]] = getattr(backend, _SCOPE, (None, ()))
-    return scope
+    return getattr(backend, _SCOPE, (None, ()))

@@ -103,8 +103,7 @@ def announced(batch: ForwardBatch) -> Forward | None:
 
     A forward holds its batch: if the batch still held the forward, both would live until Python collects cycles.
     """
-    forward: Forward | None = vars(batch).pop(_FORWARD, None)
-    return forward
+    return vars(batch).pop(_FORWARD, None)
 
 
 class TargetForwards:

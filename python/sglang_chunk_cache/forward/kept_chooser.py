@@ -39,8 +39,6 @@ class _Job:
 
 
 class KeptChooser:
-    """See the head of this file."""
-
     def __init__(self, jobs: list[_Job], kv_pool: Any, kernel: str, num_layers: int) -> None:
         self._jobs = jobs
         self._kv_pool = kv_pool

@@ -125,8 +125,7 @@ class StateForward:
         mixed_qkv = inputs["mixed_qkv"]
         if self._is_stock:
             with self._extending(self._rounds[0], mixed_qkv):
-                computed: torch.Tensor = stock(layer=layer, forward_batch=forward_batch, **inputs)
-            return computed
+                return stock(layer=layer, forward_batch=forward_batch, **inputs)
         backend = self._layers.backend
         out = mixed_qkv.new_zeros((1, len(mixed_qkv), layer.num_v_heads, layer.head_v_dim))
         for one in self._rounds:

@@ -113,8 +113,6 @@ def _rows_of(jobs: Sequence[_Job], positions: torch.Tensor, row_lens: Sequence[i
 
 
 class StatisticsTaker:
-    """See the head of this file."""
-
     def __init__(self, jobs: list[_Job], layers: Sequence[int], kv_pool: Any, kernel: str = "auto") -> None:
         self._jobs = jobs
         self._kernel = kernel
@@ -133,12 +131,7 @@ class StatisticsTaker:
 
     @classmethod
     def plan(
-        cls,
-        batch: ScheduleBatch,
-        layers: Sequence[int],
-        kv_pool: Any,
-        kernel: str,
-        computed: Sequence[tuple[int, int]],
+        cls, batch: ScheduleBatch, layers: Sequence[int], kv_pool: Any, kernel: str, computed: Sequence[tuple[int, int]]
     ) -> StatisticsTaker | None:
         """The taker for a forward of `batch`; None if no chunk that will be remembered is computed in it.
 
@@ -152,10 +145,8 @@ class StatisticsTaker:
         jobs: list[_Job] = []
         for i, req in enumerate(batch.reqs):
             state = state_of(req)
-            if state is None or state.prompt.unsupported or not state.options.remembers or not state.prompt.keys:
-                continue
             ranges = computed_ranges(state, *computed[i])
-            if not ranges:
+            if state is None or not ranges:
                 continue
             spans = state.options.spans
             sums = state.sums = state.sums or ChunkSums(spans, len(layers))
@@ -227,11 +218,13 @@ class StatisticsTaker:
             job.sums.add(job.chunk, job.begin, job.end, sums, at)
 
 
-def computed_ranges(state: ChunkRequest, begin: int, end: int) -> list[tuple[int, int, int]]:
+def computed_ranges(state: ChunkRequest | None, begin: int, end: int) -> list[tuple[int, int, int]]:
     """(chunk, first position, end) of what a forward over [begin, end) computes of the chunks to remember.
 
     For a fused request these are chunks that it does not reuse; those within its load are rows in front of the extend.
     """
+    if state is None or state.prompt.unsupported or not state.options.remembers or not state.prompt.keys:
+        return []
     ranges, plan = [], state.admission.fused_plan
     for chunk, span in enumerate(state.options.spans):
         if plan is not None and not plan.chunks[chunk].is_to_remember:

@@ -45,8 +45,6 @@ class _Message(AnthropicMessagesResponse):
 
 
 class ChunkAnthropicServing(AnthropicServing):
-    """See the head of this file."""
-
     async def handle_count_tokens(self, request: Any, raw_request: Any) -> Any:
         """Counts the tokens that the same body would give to the model on `/v1/messages`."""
         chat = self.openai_serving_chat

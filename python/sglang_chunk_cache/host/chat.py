@@ -27,7 +27,7 @@ from chunk_cache.options.request_options import MAX_CHUNKS, loads
 from chunk_cache.prompt.chunk_cache_fields import KEY, as_passages
 from chunk_cache.prompt.marked_body import has_place_for_documents
 from chunk_cache.prompt.marked_ids import MarkedIds, encode_marked
-from chunk_cache.prompt.marks import Mark, MarkedText, Marks, split_marked, texts_of
+from chunk_cache.prompt.marks import Mark, Marks, split_marked, texts_of
 from chunk_cache.prompt.passage import Passage
 from sglang_chunk_cache.api.capabilities import check_read_once, is_read_twice
 from sglang_chunk_cache.api.exchange import Exchange
@@ -72,18 +72,14 @@ class Rendering:
         Raises:
             ChunkCacheRequestError: the template changed the chunks.
         """
-        marked = self._split(rendered)
+        marked = self.marks.split(rendered)
+        if marked is None or any(self.separator in piece for piece in marked.pieces):
+            problem = "the chat template of this model, or a separator outside message contents,"
+            raise request_error(self.path, f"{problem} changes the marked chunks", _SPANS_REMEDY)
         if not marked.chunks:
             return None
         self.encoded = encode_marked(tokenizer, marked, encode_kwargs)
         return self.encoded.ids
-
-    def _split(self, rendered: str) -> MarkedText:
-        found = self.marks.split(rendered)
-        if found is None or any(self.separator in piece for piece in found.pieces):
-            problem = "the chat template of this model, or a separator outside message contents,"
-            raise request_error(self.path, f"{problem} changes the marked chunks", _SPANS_REMEDY)
-        return found
 
 
 class MarkedEncoding(dict[str, Any]):
@@ -102,8 +98,6 @@ class TextWanted:
 
 
 class ChunkServingChat(OpenAIServingChat):
-    """See the head of this file."""
-
     rendering: Rendering | None = None
     """The rendering of the request that this copy converts; None = this object is no copy."""
 

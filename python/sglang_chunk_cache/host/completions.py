@@ -18,8 +18,6 @@ from sglang_chunk_cache.host import sglext
 
 
 class ChunkServingCompletion(OpenAIServingCompletion):
-    """See the head of this file."""
-
     def _convert_to_internal_request(self, request: Any, raw_request: Any = None) -> tuple[Any, Any]:
         args = attached(self.tokenizer_manager.server_args)
         if args is None:

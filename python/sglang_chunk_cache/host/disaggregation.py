@@ -17,6 +17,8 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST
+
 from sglang_chunk_cache.request.chunk_request import state_of
 
 if TYPE_CHECKING:
@@ -43,8 +45,6 @@ def own_fields(server_args: Any) -> dict[str, Any]:
     """Extra fields of a request that the server makes itself: it is sent to no decode server, like a health check."""
     if server_args.disaggregation_mode != "prefill":
         return {}
-    from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST
-
     return {"bootstrap_host": FAKE_BOOTSTRAP_HOST, "bootstrap_room": 0}
 
 
@@ -53,8 +53,6 @@ def let_store(req: Req) -> None:
 
     SGLang stores nothing of such requests, which it takes for health checks and the like.
     """
-    from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST
-
     if req.bootstrap_host == FAKE_BOOTSTRAP_HOST and req.positional_embed_overrides is None:
         req.skip_radix_cache_insert = state_of(req) is None
 

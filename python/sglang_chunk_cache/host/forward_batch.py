@@ -18,6 +18,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 from sglang.srt.runtime_context import get_parallel
 
 from chunk_cache.gate.verification_queue import Candidate
@@ -29,7 +30,6 @@ from sglang_chunk_cache.forward.batch.row_arrays import positions_of
 from sglang_chunk_cache.forward.batch.state_rows import state_forward
 from sglang_chunk_cache.forward.forward import Forward, Part, announce
 from sglang_chunk_cache.forward.kept_chooser import KeptChooser
-from sglang_chunk_cache.forward.positions import stand_at
 from sglang_chunk_cache.forward.statistics_taker import StatisticsTaker
 from sglang_chunk_cache.kv.partial_load import PartialLoads
 from sglang_chunk_cache.request.chunk_request import state_of
@@ -162,10 +162,19 @@ def _tail_lens(batch: ScheduleBatch) -> tuple[int, ...] | None:
 def _move_to_true_positions(forward_batch: ForwardBatch, batch: ScheduleBatch) -> None:
     """Corrects positions of packed requests: SGLang counts slots, of which they have fewer than tokens."""
     num_dropped = [0 if (state := state_of(req)) is None else state.packing.num_dropped for req in batch.reqs]
-    if any(num_dropped):
-        num_dropped += [0] * (len(forward_batch.positions) - len(num_dropped))  # beams, which are never packed
-        (moved,) = upload([np.array(num_dropped, dtype=np.int64)], forward_batch.positions.device)
-        stand_at(forward_batch, forward_batch.positions + moved)
+    if not any(num_dropped):
+        return
+    deltas = [
+        0 if (inputs := req.multimodal_inputs) is None else int(inputs.mrope_position_delta) for req in batch.reqs
+    ]
+    num_beams = len(forward_batch.positions) - len(num_dropped)  # behind the requests; beams are never packed
+    table = np.pad(np.array([num_dropped, deltas], dtype=np.int64), ((0, 0), (0, num_beams)))
+    dropped, delta = upload([*table], forward_batch.positions.device)
+    positions = forward_batch.positions + dropped
+    if forward_batch.mrope_positions is not None:
+        # SGLang took that of the token of the prompt whose place is the number of slots.
+        forward_batch.mrope_positions = torch.where(dropped > 0, positions + delta, forward_batch.mrope_positions)
+    forward_batch.positions = positions.to(forward_batch.positions.dtype)
 
 
 def _observers(

@@ -11,7 +11,5 @@ from sglang.srt.entrypoints.http_server import app
 from sglang_chunk_cache.host.admin_routes import add_routes
 from sglang_chunk_cache.start.hooks import API_HOOKS, apply_hooks
 
-__all__ = ["app"]
-
 apply_hooks(API_HOOKS)
 add_routes(app)

@@ -18,8 +18,6 @@ from sglang_chunk_cache.api.stock_checks import sampling_problem
 
 
 class ChunkOllamaServing(OllamaServing):
-    """See the head of this file."""
-
     async def handle_chat(self, request: Any, raw_request: Any) -> Any:
         return await _checked(super().handle_chat(request, raw_request))
 
@@ -27,11 +25,7 @@ class ChunkOllamaServing(OllamaServing):
         return await _checked(super().handle_generate(request, raw_request))
 
     def _convert_options_to_sampling_params(self, options: dict[str, Any] | None = None) -> Any:
-        """Checks the options under the names that the client gave them.
-
-        Raises:
-            ChunkCacheRequestError: SGLang cannot use one.
-        """
+        """Checks the options under the names that the client gave them."""
         for name, value in (options or {}).items():
             one = super()._convert_options_to_sampling_params({name: value})
             problem = sampling_problem(one, self.tokenizer_manager)

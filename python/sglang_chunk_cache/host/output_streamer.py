@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
 
 class ChunkOutputStreamer(SchedulerOutputStreamer):
-    """See the head of this file."""
-
     has_additional_customized_info = True
 
     def build_additional_customized_info(self, reqs: list[Req]) -> dict[str, list[Any]]:

@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 
 
 class ChunkPrefillAdder(PrefillAdder):
-    """See the head of this file."""
-
     chunked_req_limit: int | None
 
     def __init__(self, *args: Any, num_in_transfer: int = 0, **kwargs: Any) -> None:

@@ -47,8 +47,6 @@ MAX_AHEAD = 256
 
 
 class ChunkScheduler(Scheduler):
-    """See the head of this file."""
-
     waiting_queue: list[Req]
     dp_attn_adapter: SchedulerDPAttnAdapter
     _num_refreshes = 0

@@ -61,7 +61,7 @@ async def end_with_reply(events: AsyncIterator[str], replies: Replies, kind: str
     created = int(time.time())
     event_id = ""
     async for event in events:
-        event_id = event_id or _id_of(event)
+        event_id = event_id or str(_body_of(event).get("id", ""))
         reply = replies.merged() if event == _DONE else None
         if reply is not None:
             chunk = {"id": event_id, "object": kind, "created": created, "model": request.model, "choices": []}
@@ -70,17 +70,14 @@ async def end_with_reply(events: AsyncIterator[str], replies: Replies, kind: str
 
 
 def _with_usage(event: str, replies: Replies, num_choices: int) -> str:
-    details = replies.usage(num_choices)
-    body = json.loads(event.removeprefix(_DATA)) if details and event.startswith(_DATA + "{") else {}
+    details, body = replies.usage(num_choices), _body_of(event)
     usage = body.get("usage")
-    if usage is None:
+    if not details or usage is None:
         return event
     usage["prompt_tokens_details"] = {**(usage.get("prompt_tokens_details") or {}), **details}
     return f"{_DATA}{json.dumps(body)}\n\n"
 
 
-def _id_of(event: str) -> str:
-    """The id of a response from one of its events; empty where the event has none."""
-    if not event.startswith(_DATA + "{"):
-        return ""
-    return str(json.loads(event.removeprefix(_DATA)).get("id", ""))
+def _body_of(event: str) -> dict[str, Any]:
+    """The object of an event; empty where it has none."""
+    return json.loads(event.removeprefix(_DATA)) if event.startswith(_DATA + "{") else {}

@@ -34,8 +34,6 @@ _REPLY = "chunk_cache_reply"
 
 
 class ChunkTokenizerManager(TokenizerManager):
-    """See the head of this file."""
-
     chunk_cache_admin: Admin
     chunk_cache_selector: SelectorClient | None = None
     _is_selector_watched = False

@@ -146,7 +146,9 @@ class KVAssembler:
         kv = []
         with self._behind_launched_forwards(slots):
             for buffers in (self._k_buffers, self._v_buffers):
-                found = self._empty_on_host(buffers, len(slots))
+                shape = (len(buffers), len(slots), *buffers[0].shape[1:])
+                with host_memory(math.prod(shape) * buffers[0].dtype.itemsize):
+                    found = host_buffer(shape, buffers[0].dtype)
                 for part in self._parts(found, range(len(buffers))):
                     target = raw(found[part.start : part.stop])
                     staged = target if self._is_cpu else torch.empty_like(target, device=buffers[0].device)
@@ -159,12 +161,6 @@ class KVAssembler:
                 copied = self._side_stream.record_event()
         k, v = kv
         return HostKV(k, v, copied)
-
-    @staticmethod
-    def _empty_on_host(buffers: Sequence[torch.Tensor], num_tokens: int) -> torch.Tensor:
-        shape = (len(buffers), num_tokens, *buffers[0].shape[1:])
-        with host_memory(math.prod(shape) * buffers[0].dtype.itemsize):
-            return host_buffer(shape, buffers[0].dtype)
 
     def fill(self, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layers: range | None = None) -> None:
         """Writes what `gather` gave, of all layers or of some, to other slots of equal number.
@@ -207,10 +203,7 @@ class KVAssembler:
             rotary=rotary_digest(self._rotaries),
             tp_rank=tp_rank,
             tp_size=tp_size,
-            settings=(
-                *((name, str(getattr(server_args, name, None))) for name in names),
-                *adapter_settings(adapters),
-            ),
+            settings=(*((name, str(getattr(server_args, name, None))) for name in names), *adapter_settings(adapters)),
             states=states,
             model=server_args.model_path,
         )

@@ -51,12 +51,8 @@ class ChunkSums:
         """Means over the layers."""
         start, end = self._spans[chunk]
         num_pieces = len(piece_starts(self._spans[0][0]))
-        outside, received, on_context, on_system = (
-            torch.full((end - start,), float("nan")),
-            torch.zeros(end - start),
-            torch.zeros(2 * chunk),
-            torch.zeros(num_pieces),
-        )
+        outside = torch.full((end - start,), float("nan"))
+        received, on_context, on_system = (torch.zeros(n) for n in (end - start, 2 * chunk, num_pieces))
         for part in self._parts[chunk]:
             sizes = [part.end - part.begin, part.end - start, 2 * chunk, num_pieces]
             own = part.sums.read()[part.at : part.at + sum(sizes)].split(sizes)

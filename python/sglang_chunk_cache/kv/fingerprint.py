@@ -64,8 +64,7 @@ class Fingerprint:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        found: torch.dtype = getattr(torch, self.dtype)
-        return found
+        return getattr(torch, self.dtype)
 
     @property
     def digest(self) -> str:

@@ -75,13 +75,7 @@ class PartialLoads:
     """
 
     def __init__(
-        self,
-        index: ChunkIndex,
-        store: VariantStore,
-        assembler: KVAssembler,
-        *,
-        timeout_s: float,
-        reduce_max: ReduceMax,
+        self, index: ChunkIndex, store: VariantStore, assembler: KVAssembler, *, timeout_s: float, reduce_max: ReduceMax
     ) -> None:
         self._index = index
         self._store = store
@@ -177,9 +171,8 @@ class LayerLoads:
         self._loads = loads
         self._assembler = assembler
         self._partials = tuple(dict.fromkeys(copy.partial for copy in copies))
-        self._source, self._target = (
-            torch.cat([getattr(copy, name) for copy in copies]) for name in ("source", "target")
-        )
+        self._source = torch.cat([copy.source for copy in copies])
+        self._target = torch.cat([copy.target for copy in copies])
         shifts = np.array([copy.shift for copy in copies], dtype=np.int64)
         (delta,) = upload([shifts.repeat([len(copy.source) for copy in copies])], self._source.device)
         self._turn = Turn(delta)

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,14 +33,6 @@ from sglang_chunk_cache.kv.partial_load import LayerCopy, PartialLoads
 from sglang_chunk_cache.kv.store import VariantStore
 from sglang_chunk_cache.kv.stored_variant import StoredVariant
 from sglang_chunk_cache.kv.transition import Transition
-
-
-class _Copy(NamedTuple):
-    """A copy from slots to slots, int64 `[n]` on the device, with K turned by `shift` positions."""
-
-    source: torch.Tensor
-    target: torch.Tensor
-    shift: int
 
 
 @dataclass(frozen=True)
@@ -81,7 +73,8 @@ class ChunkPool:
         self._store = store
         self._assembler = assembler
         self._partial_loads = partial_loads
-        self._copies: list[_Copy] = []  # of loads since the last flush
+        # Of loads since the last flush: slots that are read, slots that are written (int64 `[n]`), shift of K.
+        self._copies: list[tuple[torch.Tensor, torch.Tensor, int]] = []
 
     def allocate(self, num_tokens: int, sources: Sequence[Variant] = ()) -> torch.Tensor | None:
         """Free slots for so many tokens, in whole pages; None where evicting all but `sources` is not enough.
@@ -150,7 +143,7 @@ class ChunkPool:
                 first = start + chunk.src_offset
                 source = path[first : first + chunk.num_reused]
                 target = slots[chunk.dst_start - load_start : chunk.dst_end - load_start]
-                self._copies.append(_Copy(source, target, chunk.shift))
+                self._copies.append((source, target, chunk.shift))
 
     @property
     def has_copies(self) -> bool:

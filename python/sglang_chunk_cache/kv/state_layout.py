@@ -68,5 +68,4 @@ class StateLayout:
 
     @property
     def _tail_dtype(self) -> torch.dtype:
-        found: torch.dtype = getattr(torch, self.tail_dtype)
-        return found
+        return getattr(torch, self.tail_dtype)

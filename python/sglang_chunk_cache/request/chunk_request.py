@@ -222,7 +222,8 @@ def discover(req: Any, discoverer: Discoverer) -> None:
     state = state_of(req)
     options = RequestOptions() if state is None else state.options
     # What is found beside images may begin or end within one.
-    if options.mode != "auto" or req.session is not None or req.multimodal_inputs is not None or not _is_supported(req):
+    is_whole = req.session is None and req.multimodal_inputs is None and req.beam_group is None
+    if options.mode != "auto" or not is_whole or not _is_supported(req):
         return
     partition, ids = Partition(req.extra_key, req.cache_salt), req.origin_input_ids
     if options.spans:

@@ -39,10 +39,6 @@ class SelectionReport:
         self._scored_at = layer_id
         self._scores = (Download(scores), Download(is_left), Download(counted))
 
-    def record_begun(self, positions: torch.Tensor) -> None:
-        """All rows of a forward in which some are chosen at a layer."""
-        self._unselected.append((0, Download(positions)))
-
     def record_selected(self, positions: torch.Tensor) -> None:
         """All rows once the first choice is made."""
         self._selected = Download(positions)
@@ -54,7 +50,7 @@ class SelectionReport:
         else:
             self._left.append((layer_id, Download(positions)))
 
-    def record_focus(self, layer_id: int, is_focused: torch.Tensor) -> None:
+    def record_focus(self, is_focused: torch.Tensor) -> None:
         """The newest focused set."""
         self._focus = Download(is_focused)
 

@@ -82,5 +82,4 @@ def best_of_overlap(values: npt.NDArray[np.float32], source: Tokens, target: Tok
     last = np.maximum(np.searchsorted(source.starts, target.ends, side="left"), first + 1)
     bounds = np.stack([first, last], axis=1).ravel()
     padded = np.append(values, np.float32(-np.inf))
-    best: npt.NDArray[np.float32] = np.maximum.reduceat(padded, bounds)[::2] if len(target) else values[:0]
-    return best
+    return np.maximum.reduceat(padded, bounds)[::2] if len(target) else values[:0]

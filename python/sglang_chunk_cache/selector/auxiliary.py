@@ -182,11 +182,7 @@ class AuxiliaryModel:
             self._run([ids], [past], one)
         return KeysValues(tuple(one.keys), tuple(one.values), len(ids))
 
-    def attend(
-        self,
-        ids: Sequence[int],
-        pasts: Sequence[Sequence[KeysValues]],
-    ) -> list[torch.Tensor]:
+    def attend(self, ids: Sequence[int], pasts: Sequence[Sequence[KeysValues]]) -> list[torch.Tensor]:
         """Last-layer attention of one question, behind each of `pasts`, to the last text of each.
 
         Returns:

@@ -128,8 +128,7 @@ class ChunkScorer:
         return read
 
     def _text(self, ids: Sequence[int]) -> str:
-        text: str = self._tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        return text
+        return self._tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
     def _check_len(self, length: int) -> None:
         if length > self._model.max_len:

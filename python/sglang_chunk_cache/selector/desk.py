@@ -45,8 +45,6 @@ class _Waiting:
 
 
 class QuestionDesk:
-    """See the head of this file."""
-
     def __init__(self, scorer: ChunkScorer) -> None:
         self._scorer = scorer
         self._waiting: list[_Waiting] = []
@@ -144,5 +142,4 @@ class QuestionDesk:
 
 def ids_of(data: bytes) -> list[int]:
     """Token ids of a message."""
-    ids: list[int] = np.frombuffer(data, dtype=IDS).tolist()
-    return ids
+    return np.frombuffer(data, dtype=IDS).tolist()

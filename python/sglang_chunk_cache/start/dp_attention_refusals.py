@@ -26,11 +26,7 @@ _RULES = (
 
 
 def check_dp_attention(server_args: Any, args: ChunkCacheArgs, model_config: Any) -> None:
-    """Checks the flags and options of a server with `--attn-dp-size`.
-
-    Raises:
-        StartRefused: one does not work there.
-    """
+    """Checks the flags and options of a server with `--attn-dp-size`."""
     from sglang.srt.environ import envs
     from sglang.srt.model_executor.cuda_graph_config import Backend
 

@@ -210,7 +210,9 @@ class _Check:
 
     def compute(self) -> _Pass:
         """Computes the prompt by SGLang's own forward, then gives it other slots; the KV stays in the old ones."""
-        computed = self._forward(self._positions, states=self._taking())
+        begin, end = self._gap  # what it does to states is taken too
+        states = self._states(self._positions, wanted=[Wanted(0, begin, end, begin, self._known)])
+        computed = self._forward(self._positions, states=states)
         slots = self._prompt.slots
         self._prompt.move(self._others)
         self._others = slots
@@ -227,11 +229,6 @@ class _Check:
     def _gap(self) -> tuple[int, int]:
         """The positions `[begin, end)` that are reused while the rows around them are computed."""
         return self._num_tokens // 4, self._num_tokens // 2
-
-    def _taking(self) -> StateForward | None:
-        """The states of a forward of all rows that also takes what the gap does to states."""
-        begin, end = self._gap
-        return self._states(self._positions, wanted=[Wanted(0, begin, end, begin, self._known)])
 
     def _over_gap(self, positions: npt.NDArray[np.int64]) -> StateForward | None:
         transition = self._known.of(0, self._gap[1])

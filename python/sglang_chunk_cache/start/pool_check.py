@@ -16,11 +16,7 @@ if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
 
 POOL_DTYPES = ("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
-NOT_READ = {
-    "fa3": ("float8_e5m2",),
-    "fa4": ("float8_e4m3fn", "float8_e5m2"),
-    "trtllm_mha": ("float8_e5m2",),
-}
+NOT_READ = {"fa3": ("float8_e5m2",), "fa4": ("float8_e4m3fn", "float8_e5m2"), "trtllm_mha": ("float8_e5m2",)}
 """Number formats that a backend of SGLang cannot prefill from, although SGLang lets a server start with them."""
 
 
@@ -31,9 +27,6 @@ def check_pool(kv_pool: Any, backends: Collection[str] = ()) -> None:
 
     Args:
         backends: SGLang's, for prefill and for decoding.
-
-    Raises:
-        StartRefused: it is not.
     """
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 
@@ -67,11 +60,7 @@ def check_pool_dtype(dtype: str, backends: Collection[str] = ()) -> None:
 
 
 def check_scales(kv_pool: Any, layers: Iterable[RadixAttention], backends: Collection[str]) -> None:
-    """Checks that SGLang multiplies K and V stored in FP8 by the scales that they were divided by.
-
-    Raises:
-        StartRefused: it is not.
-    """
+    """Checks that SGLang multiplies K and V stored in FP8 by the scales that they were divided by."""
     if kv_pool.dtype not in FP8:
         return
     if any(layer.k_scale is not None and layer.k_scale_float is None for layer in layers):

@@ -23,9 +23,7 @@ _METERS = {
         "kind",
     ),
     "fallbacks": counter(
-        "fallbacks_total",
-        "Requests that were served without reuse although chunks were stored, by reason.",
-        "reason",
+        "fallbacks_total", "Requests that were served without reuse although chunks were stored, by reason.", "reason"
     ),
     "not_remembered": counter("not_remembered_total", "Computed chunks that could not be kept, by reason.", "reason"),
     "not_packed": counter(

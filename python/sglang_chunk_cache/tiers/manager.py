@@ -20,6 +20,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -49,8 +50,6 @@ NOTE_EVERY_S = 300.0
 
 
 class ChunkTiers:
-    """See the head of this file."""
-
     def __init__(
         self,
         config: TierConfig,
@@ -71,12 +70,7 @@ class ChunkTiers:
         self._prefill_cost = prefill_cost
         self._disabled_reason: str | None = None
         self._writer = TierWriter(
-            config,
-            tiers,
-            workers=self._workers,
-            pool=pool,
-            metrics=metrics,
-            fingerprint=fingerprint,
+            config, tiers, workers=self._workers, pool=pool, metrics=metrics, fingerprint=fingerprint
         )
         self._loader = TierLoader(
             config,
@@ -250,18 +244,13 @@ class ChunkTiers:
     def stats(self) -> dict[str, Any]:
         """JSON values: for each tier what its ledger counts and how long loads take, and how good estimates were."""
         estimates = self._loader.estimates
-        prefill = self._prefill_cost.record()
         return {
             "disabled": self._disabled_reason,
             "held_requests": self._loader.num_held,
             "queued_write_bytes": self._writer.num_queued_bytes,
             "staged_bytes": self._loader.num_staged_bytes,
             "tiers": {tier.name: _tier_stats(tier) for tier in self._tiers},
-            "prefill": {
-                "s_per_pass": prefill.s_per_pass,
-                "s_per_row": prefill.s_per_row,
-                "s_per_pair": prefill.s_per_pair,
-            },
+            "prefill": asdict(self._prefill_cost.record()),
             "estimates": {
                 "num": estimates.num,
                 "estimated_s": estimates.estimated_s,

@@ -32,8 +32,6 @@ logger = logging.getLogger(__name__)
 
 
 class Medium(Protocol):
-    """See the head of this file."""
-
     name: str
 
     def find(self, key: bytes) -> list[VariantInfo]:
@@ -131,9 +129,8 @@ class LayerwiseMedium(ABC):
         return found
 
     def _empty_layer(self, info: VariantInfo) -> tuple[torch.Tensor, torch.Tensor]:
-        length = len(info.token_ids)
-        with host_memory(self.fingerprint.layer_len(length)):
-            return self.fingerprint.empty_layer(length)
+        with host_memory(self.fingerprint.layer_len(info.length)):
+            return self.fingerprint.empty_layer(info.length)
 
     @abstractmethod
     def _layers(self, info: VariantInfo, target: Target) -> Iterator[tuple[int, Parts]]:

@@ -105,8 +105,7 @@ class RedisMedium(LayerwiseMedium):
 
     def read_note(self) -> bytes | None:
         with self._as_tier_errors():
-            found: bytes | None = self._client.get(f"{self._prefix}note")
-        return found
+            return self._client.get(f"{self._prefix}note")
 
     def write_note(self, note: bytes) -> None:
         with self._as_tier_errors():

@@ -39,15 +39,11 @@ class Throttled:
 
     def read_layers(self, info: VariantInfo) -> Iterator[Layer]:
         time.sleep(self._latency_s)
-        layers = self._medium.read_layers(info)
-        while True:
-            begun_at = time.monotonic()
-            try:
-                layer, k, v = next(layers)
-            except StopIteration:
-                return
+        begun_at = time.monotonic()
+        for layer, k, v in self._medium.read_layers(info):
             _sleep_until(self._take(k.nbytes + v.nbytes, begun_at))
             yield layer, k, v
+            begun_at = time.monotonic()
 
     def write(self, stored: StoredVariant) -> None:
         time.sleep(self._latency_s)

@@ -20,8 +20,6 @@ LANES: tuple[Lane, ...] = ("load", "stream", "write")
 
 
 class Workers:
-    """See the head of this file."""
-
     def __init__(self, num_threads: int) -> None:
         self.num_threads = num_threads
         self.num_running = 0
@@ -53,6 +51,7 @@ class Workers:
             return work()
 
         def end(future: Future[Result]) -> None:
+            self.num_running -= 1
             if order is not None and self._last.get(order) is future:
                 del self._last[order]
             then(future.result())
@@ -68,16 +67,13 @@ class Workers:
 
     def run_done(self) -> None:
         while not self._done.empty():  # nobody else takes from it
-            due = self._done.get()
-            self.num_running -= 1
-            due()
+            self._done.get()()
 
     def wait_done(self, timeout_s: float) -> None:
         try:
             due = self._done.get(timeout=timeout_s)
         except queue.Empty:
             return
-        self.num_running -= 1
         due()
         self.run_done()
 

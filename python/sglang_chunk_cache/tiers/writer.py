@@ -167,9 +167,12 @@ class TierWriter:
         return place(info.entry_id, info.traits, ledgers, self._config.max_variants_per_chunk)
 
     def _save(self, variant: Variant, moment: Moment) -> int:
-        """Writes a variant to the tiers that take it; returns its length, or 0 if the pool has lost it."""
+        """Writes a variant to the tiers that take it; returns its length, or 0 where there was nothing to write.
+
+        What lies in the tiers already does not count: it may stay in the pool, while what goes in its place is lost.
+        """
         if not self._targets(moment):
-            return variant.length
+            return 0
         info = _info_of(variant, self._fingerprint)
         actions = self._actions(info, moment)
         for action in actions:
@@ -177,7 +180,7 @@ class TierWriter:
                 self._tiers[action.tier].ledger.note_frequency(info.entry_id, variant.reuse_frequency)
         writes = [action for action in actions if isinstance(action, Write)]
         if not writes:
-            return variant.length
+            return 0
         try:
             kv = self._pool.kv_of(variant)
         except TierError as error:

@@ -41,7 +41,8 @@ class Config:
     min_reuse_len: int = 1
     """A chunk that would bring in fewer tokens is computed, unless the request names a method or a ratio."""
     eviction: str = "lru"
-    """Order in which variants are evicted, from the index and from the radix tree: one of `victims.EVICTIONS`."""
+    """Order in which variants are evicted from the index, and by frequency-reuse from the radix tree too: one of
+    `victims.EVICTIONS`."""
     ageing: float = AGEING
     """With frequency-reuse: worth that new variants gain whenever the KV pool has been turned over once."""
     keep_share: float = 0.1

@@ -162,8 +162,9 @@ def with_earlier_turns(
 ) -> RequestOptions | None:
     """The options of a turn of a session, with spans of the whole prompt; the chunks of earlier turns come first.
 
-    A turn without options has those of the turn in front of it. An earlier chunk counts as long as its tokens are where
-    they were: a turn may drop the end of the history. Of more chunks than a prompt may have, the newest count.
+    A turn that says nothing but which its chunks are has the options of the turn in front of it, save what only that
+    one can mean: its answer, and that its last chunk is prepared. An earlier chunk counts as long as its tokens are
+    where they were: a turn may drop the end of the history. Of more chunks than a prompt may have, the newest count.
 
     Args:
         options, before: of this turn, and of the one in front of it; None = it has none.
@@ -180,9 +181,12 @@ def with_earlier_turns(
         (start, end), _ = named
         return earlier_ids is not None and end <= own_start and token_ids[start:end] == earlier_ids[start:end]
 
-    options = options or before
-    if options is None:
-        return None
+    if options is None or (
+        before is not None and replace(options, turn_tokens=None).with_spans(()) == RequestOptions()
+    ):
+        if before is None:
+            return None
+        options = replace(before, answer_tokens=0, mode="auto" if before.mode in PREPARING else before.mode)
     earlier = [] if before is None else before.named_spans
     chunks = [*takewhile(still_stands, earlier), *own][-MAX_CHUNKS:]
     return replace(options, turn_tokens=None).with_spans([span for span, _ in chunks], [name for _, name in chunks])

@@ -57,6 +57,7 @@ FLAGS: list[tuple[str, Any, str]] = [
     ("grpc_mode", True, "--grpc-mode"),
     ("grpc_port", 50051, "--grpc-port"),
     ("enable_streaming_session", True, "--enable-streaming-session"),
+    ("radix_eviction_policy", "slru", '--radix-eviction-policy lfu or slru; the eviction "frequency-reuse"'),
     ("enable_two_batch_overlap", True, "--enable-two-batch-overlap"),
     ("enable_single_batch_overlap", True, "--enable-single-batch-overlap"),
     ("enable_mis", True, "--enable-mis"),

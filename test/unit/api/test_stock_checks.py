@@ -98,6 +98,7 @@ def test_a_pattern_that_is_none(service, seen, route):
         ({"session_params": {"id": "s", "rid": {}}}, "session_params.rid: "),
         ({"session_params": {"id": "s", "offset": 1.5}}, "session_params.offset: "),
         ({"session_params": {"id": "s", "replace": "x"}}, "session_params.replace: "),
+        ({"session_params": {"id": "s", "replace": True}}, "session_params.replace: "),
     ],
     ids=str,
 )

@@ -286,12 +286,27 @@ def test_a_turn_has_the_chunks_of_earlier_turns_that_still_stand() -> None:
     ids, earlier_ids = [*range(14)], [*range(9)]
     assert with_earlier_turns(None, None, ids, None, num_uncut=14) is None
     assert with_earlier_turns(None, before, ids, earlier_ids, num_uncut=14) == before
-    own = RequestOptions(spans=((1, 4),), chunk_ids=("c",), turn_tokens=6)
+    own = RequestOptions(spans=((1, 4),), chunk_ids=("c",), turn_tokens=6, ratio=0.3)
     told = with_earlier_turns(own, before, ids, earlier_ids, num_uncut=14)
-    assert told == RequestOptions(spans=((1, 3), (3, 5), (9, 12)), chunk_ids=("a", None, "c"))
+    assert told == RequestOptions(spans=((1, 3), (3, 5), (9, 12)), chunk_ids=("a", None, "c"), ratio=0.3)
     assert with_earlier_turns(own, before, ids, [0, 1, 2, 9, 9], num_uncut=14) == RequestOptions(
-        spans=((1, 3), (9, 12)), chunk_ids=("a", "c")
+        spans=((1, 3), (9, 12)), chunk_ids=("a", "c"), ratio=0.3
     ), "the second was dropped from the history"
+
+
+@pytest.mark.parametrize("own", [None, RequestOptions(spans=((0, 2),), turn_tokens=4)])
+def test_a_turn_that_names_chunks_at_most_has_the_options_of_the_turn_before(own: RequestOptions | None) -> None:
+    ids = [*range(9)]
+    for before, inherited in (
+        (RequestOptions(mode="exact", explain=True), RequestOptions(mode="exact", explain=True)),
+        (RequestOptions(mode="off"), RequestOptions(mode="off")),
+        (RequestOptions(ratio=1.0, method="epic"), RequestOptions(ratio=1.0, method="epic")),
+        (RequestOptions(mode="warm"), RequestOptions()),
+        (RequestOptions(mode="prepare", ratio=0.2), RequestOptions(ratio=0.2)),
+        (RequestOptions(answer_tokens=3), RequestOptions()),
+    ):
+        told = with_earlier_turns(own, before, ids, ids[:5], num_uncut=9)
+        assert told == inherited.with_spans([] if own is None else [(5, 7)])
 
 
 def test_of_more_chunks_than_a_prompt_may_have_the_newest_count() -> None:

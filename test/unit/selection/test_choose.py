@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from chunk_cache.methods.grouping import group_rows
 from sglang_chunk_cache.forward.row_choice import block_means, chunk_of, group_mask, keep_best, keep_where
+from sglang_chunk_cache.forward.selection.progress import Pending, Piece
 from sglang_chunk_cache.forward.selection.tables import Tables
 
 # Few values, so that ties are common; +inf marks rows that must stay.
@@ -185,3 +186,10 @@ def test_block_means_equal_a_loop_over_blocks(case: Grouping, data: st.DataObjec
         own = [means[at] for at in members]
         assert len(set(own)) == 1, "rows of a block have one score"
         assert own[0] == pytest.approx(sum(scores[at] for at in members) / len(members), abs=1e-5)
+
+
+def test_a_piece_may_have_no_row_left() -> None:
+    pieces = [Piece(3, 2, 0), Piece(0, 0, 1), Piece(2, 2, 2), Piece(0, 0, 3)]
+    mask = torch.tensor([True, False, True, True, False])
+    assert Pending(mask, pieces, None).read() == (False, [2, 0, 1, 0])
+    assert Pending(mask[:0], [Piece(0)], torch.tensor(True)).read() == (True, [0])

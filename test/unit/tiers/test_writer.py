@@ -108,6 +108,15 @@ def test_what_has_left_the_pool_is_not_written(tmp_path: Path) -> None:
         assert names(tiers, "host") == [2], "it freed nothing, so another goes"
 
 
+def test_what_lies_below_and_stays_in_the_pool_stands_for_no_other(tmp_path: Path) -> None:
+    """Its order is the index's; SGLang evicts in the order of its tree, where a variant may have been used since."""
+    with open_tiers({"disk": tmp_path}, limits=HOST, write="evict") as tiers:
+        for number in range(1, 5):
+            tiers.writer.save_victims([variant(0), variant(number)], LENGTH)
+            tiers.check()
+        assert names(tiers, "host") == [0, 2, 3, 4], "one at each eviction, the first of them that which stayed"
+
+
 def test_an_eviction_looks_at_a_few_only(tmp_path: Path) -> None:
     with open_tiers({"disk": tmp_path}, limits=HOST, write="evict") as tiers:
         seen = []

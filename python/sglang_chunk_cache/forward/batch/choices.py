@@ -7,7 +7,7 @@ the rows that questions have found in the places of the placeholders).
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -22,7 +22,6 @@ from sglang_chunk_cache.forward.positions import stand_at
 from sglang_chunk_cache.forward.rows import FusedRows
 from sglang_chunk_cache.forward.selection.executor import LayerwiseForward
 from sglang_chunk_cache.forward.selection.progress import RequestProgress
-from sglang_chunk_cache.forward.selection.question_pass import QuestionPass
 from sglang_chunk_cache.forward.selection.tables import Tables
 from sglang_chunk_cache.kv.model_layers import ModelLayers
 from sglang_chunk_cache.kv.ranks import ranks_of_batch
@@ -117,10 +116,6 @@ class Choices:
                 state.reported.selection = progress.report
             requests.append(progress)
         return cls(rows, requests, late, layers, tp_size, model_runner.lora_manager)
-
-    def question_pass(self, asking: Collection[int], row_lens: Sequence[int]) -> QuestionPass:
-        """Observer of a forward in which the requests `asking` ask, with `row_lens` rows of each request."""
-        return QuestionPass(self.requests, asking, row_lens, self.rows, self.tp_size)
 
     def choose(self, batch: ForwardBatch) -> Attention:
         """Writes the rows that the questions have found into `batch`; returns what attends then."""

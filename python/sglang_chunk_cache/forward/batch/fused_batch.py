@@ -34,6 +34,7 @@ from sglang_chunk_cache.forward.forward import Part
 from sglang_chunk_cache.forward.positions import stand_at
 from sglang_chunk_cache.forward.rows import FusedRows
 from sglang_chunk_cache.forward.runs import BackendRuns, Runs, StockServedRequests
+from sglang_chunk_cache.forward.selection.question_pass import QuestionPass
 from sglang_chunk_cache.forward.state_forward import StateForward
 from sglang_chunk_cache.kv.layer_kv import is_latent
 from sglang_chunk_cache.kv.model_layers import ModelLayers
@@ -119,7 +120,7 @@ class FusedBatch:
         for last_layer, members in asking.items():
             question = quiet._part(*questions_alone(self.batch, added, members), first=answer)
             assert question.attention is not None
-            observer = choices.question_pass(members, question.attention.row_lens)
+            observer = QuestionPass(choices.requests, members, question.attention.row_lens, rows, choices.tp_size)
             parts.append(replace(question, is_question=True, last_layer=last_layer, observers=(observer,)))
         return (*parts, replace(answer, choose=partial(choices.choose, answer.batch)))
 

@@ -109,18 +109,15 @@ class DriftCorrection:
         )
 
     def follow(self, left: Sequence[LeftRows]) -> None:
-        """Sets the rows that are left from here on, of each of the `requests`."""
-        self._drift = self._between(left)
-
-    def _between(self, left: Sequence[LeftRows]) -> Drift | None:
-        """The drift between recomputed and other reused tokens; None if no request has both."""
+        """Sets the rows that are left, of each of the `requests`; drift needs recomputed and other reused tokens."""
+        self._drift = None
         pairs = [
             (one, rows)
             for one, rows in zip(self._reused, left, strict=True)
             if 0 < rows.num_recomputed < len(one.positions)
         ]
         if not pairs:
-            return None
+            return
         index, at, row_slots, row_chunk, slots, chunk, peers = [], [], [], [], [], [], []
         num_chunks = 0
         for one, rows in pairs:
@@ -137,7 +134,7 @@ class DriftCorrection:
         bounds, peers_on_device = upload(
             [np.arange(num_chunks + 1), np.array(peers).T.copy()], left[0].positions.device
         )
-        return Drift(
+        self._drift = Drift(
             _joined(index),
             _joined(row_slots),
             torch.searchsorted(_joined(row_chunk), bounds),

@@ -175,23 +175,19 @@ class LayerwiseForward:
                 correction.follow([self._requests[i].left_rows(begins[i]) for i in correction.requests])
         for correction in self._corrections:
             stored, rotary = LayerKV.of(self._rows.kv_pool, layer), self._layers.rotaries[layer_id]
-            correction.apply(k, v, stored, rotary, self._num_unrotated(layer))
+            # With latent attention the leading dimensions of a key are V, and not rotated.
+            num_unrotated = layer.v_head_dim if is_latent(self._rows.kv_pool) else 0
+            correction.apply(k, v, stored, rotary, num_unrotated)
         for i, request in enumerate(self._requests):
             if request.observes:
                 request.observe(layer_id, self._rows_at(i, q, k, v, layer, sinks))
             request.finish_layer()
-        self._count_seconds(time.perf_counter() - began)
+        seconds = time.perf_counter() - began
+        for request in self._requests:
+            request.count_seconds(seconds)
         out = self._rows.attend(q, k, v, layer, batch, save_kv_cache, sinks=sinks)
         cut = self._cut_later
         return out if cut is None else out.new_zeros(cut.num_rows, out.shape[1]).index_copy_(0, cut.index, out)
-
-    def _count_seconds(self, seconds: float) -> None:
-        for request in self._requests:
-            request.count_seconds(seconds)
-
-    def _num_unrotated(self, layer: RadixAttention) -> int:
-        """Leading dimensions of a key that are not rotated: with latent attention those that are V."""
-        return layer.v_head_dim if is_latent(self._rows.kv_pool) else 0
 
     def _rows_at(
         self,

@@ -60,7 +60,7 @@ class Pending:
         self.mask = mask
         self._has_settled = settled is not None
         self._download = Download(mask if settled is None else torch.cat([mask, settled[None]]))
-        self._starts = np.cumsum([0, *(piece.num_rows for piece in pieces[:-1])])
+        self._bounds = np.cumsum([0, *(piece.num_rows for piece in pieces)])
 
     def read(self) -> tuple[bool, list[int]]:
         """Whether the focus has settled, and how many rows of each piece stay.
@@ -69,8 +69,8 @@ class Pending:
         says how many rows the next has. By then the work behind that layer is queued, so the device stays busy.
         """
         values = self._download.read().numpy()
-        counts = np.add.reduceat(values[: len(self.mask)], self._starts, dtype=np.int64)
-        return self._has_settled and bool(values[-1]), counts.tolist()
+        num_before = np.cumsum([0, *values[: len(self.mask)]])[self._bounds]  # a piece may have no row left
+        return self._has_settled and bool(values[-1]), np.diff(num_before).tolist()
 
 
 class RequestProgress:
@@ -245,7 +245,7 @@ class RequestProgress:
         self._settled = settled
         self._stays = stays if self._stays is None else self._stays & stays
         if self.report is not None:
-            self.report.record_focus(layer_id, is_focused)
+            self.report.record_focus(is_focused)
 
     @property
     def corrects(self) -> bool:
@@ -284,7 +284,7 @@ class RequestProgress:
         if self.report is not None and self._is_selected:
             self.report.record_selected(positions)
         elif self.report is not None and self._selects:
-            self.report.record_begun(positions)
+            self.report.record_left(0, positions)
 
     def _initial_pieces(self, num_rows: int) -> list[Piece]:
         assert self._plan is not None
