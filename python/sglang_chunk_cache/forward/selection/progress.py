@@ -69,7 +69,7 @@ class Pending:
         says how many rows the next has. By then the work behind that layer is queued, so the device stays busy.
         """
         values = self._download.read().numpy()
-        num_before = np.cumsum([0, *values[: len(self.mask)]])[self._bounds]  # a piece may have no row left
+        num_before = np.searchsorted(np.flatnonzero(values[: len(self.mask)]), self._bounds)
         return self._has_settled and bool(values[-1]), np.diff(num_before).tolist()
 
 
