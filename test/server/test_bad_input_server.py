@@ -295,9 +295,10 @@ def test_beam_search(server, stream):
     assert message(send(server, "/generate", body)).startswith("sampling_params.beam_width: ")
 
 
-def test_hashes_of_images_that_a_client_gives(server):
+@pytest.mark.parametrize("stream", [False, True])
+def test_hashes_of_images_that_a_client_gives(server, stream):
     """A chunk would be stored under the name of another image."""
-    body = {**request("/generate", marked(["one", "two"]).text), "mm_hashes": ["ff"]}
+    body = {**request("/generate", marked(["one", "two"]).text, stream=stream), "mm_hashes": ["ff"]}
     assert message(send(server, "/generate", body)).startswith("mm_hashes: ")
 
 
