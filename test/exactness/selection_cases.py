@@ -95,8 +95,6 @@ RECIPES = [
     recipe("cacheblend", 0.5, first_ratio=2.0, last_ratio=0.5, filter_share=1.0, group_size=8, group_threshold=5),
     recipe("cacheblend", 0.5, first_ratio=2.0, last_ratio=0.5, filter_share=1.0, focus_window=2),
     recipe("cacheblend", 0.4, focus_window=1, check_layer=2),
-    # A chunk that loses the focus leaves no row, and what is left is chosen from once more.
-    recipe("cacheblend", 0.5, **FILTERED, top_k="chunk", focus_window=1, group_size=4, group_threshold=0),
     recipe("cacheblend", 0.4, focus_window=2, **GROUPING),
     recipe("a3", 0.15),
     recipe("a3", 0.5),
@@ -132,6 +130,8 @@ RECIPES = [
     recipe("near-words", 0.3, block_size=8),
 ]
 """For models of at least four layers."""
+LOSES_FOCUS = recipe("cacheblend", 0.5, **FILTERED, top_k="chunk", focus_window=1, group_size=4, group_threshold=0)
+"""A chunk that loses the focus leaves no row, and what is left is chosen from once more."""
 SELECTOR_RECIPES = [
     recipe("cacheclip", 0.2),
     recipe("cacheclip", 0.5),
@@ -203,7 +203,7 @@ def case_methods(s: Session) -> list[Run]:
     """Every recipe, one by one."""
     recorder = Recorder(s, seed=1)
     recorder.prime(14)
-    for one in (*RECIPES, *SELECTOR_RECIPES):
+    for one in (*RECIPES, *SELECTOR_RECIPES, LOSES_FOCUS):
         for _ in range(2):
             recorder.send((recorder.prompt(has_misses=True), one))
     return recorder.runs
