@@ -84,11 +84,13 @@ class Score:
 
     def gain_over(self, before: Score) -> str:
         """The means of what was gained question by question, each with its 95 % interval."""
-        gains = (before.kl - self.kl, self.jaccard - before.jaccard)
-        kl, jaccard = (
-            f"{gain.mean():+.4f} [{low:.4f}, {high:.4f}]" for gain in gains for low, high in [bounds_of(gain, 0.025)]
-        )
+        kl, jaccard = _mean_with_bounds(before.kl - self.kl), _mean_with_bounds(self.jaccard - before.jaccard)
         return f"KL {kl} nats, Jaccard {jaccard}"
+
+
+def _mean_with_bounds(gains: Floats) -> str:
+    low, high = bounds_of(gains, 0.025)
+    return f"{gains.mean():+.4f} [{low:.4f}, {high:.4f}]"
 
 
 def read_prompts(path: Path) -> list[Prompt]:

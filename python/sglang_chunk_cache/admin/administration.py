@@ -34,7 +34,6 @@ from sglang_chunk_cache.admin.journal import merge
 from sglang_chunk_cache.api.stock_checks import check_vocabulary
 from sglang_chunk_cache.flags.server_args import ChunkCacheArgs, attached, instance_of
 
-_SHOWN_FLAGS = ("method", "ratio", "separator", "marks", "parts", "target")
 ASK_AGAIN_S = 0.01
 """Seconds until schedulers are asked again whether a store has answered."""
 
@@ -114,7 +113,12 @@ class Admin:
         return {
             "instance": instance_of(self.manager.server_args),
             "config": {
-                **{name: getattr(args, name) for name in _SHOWN_FLAGS},
+                "method": args.method,
+                "ratio": args.ratio,
+                "separator": args.separator,
+                "marks": args.marks,
+                "parts": args.parts,
+                "target": args.target,
                 **jsonable_encoder(describe(args.parsed_config)),
             },
             "host": {
@@ -307,7 +311,11 @@ class Admin:
         return tuple(ids), tuple(end_ids)
 
     def check_text(self, text: str, path: str) -> None:
-        """Checks that this server can tokenize a text and that it has no separator."""
+        """Checks that this server can tokenize a text and that it has no separator.
+
+        Raises:
+            ChunkCacheRequestError: it cannot, or it has.
+        """
         if self.manager.tokenizer is None:
             problem = "the server runs with --skip-tokenizer-init"
             raise request_error(path, problem, "send input_ids, or keys")

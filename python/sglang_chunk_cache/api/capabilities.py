@@ -15,7 +15,11 @@ from sglang_chunk_cache.kv.state_models import has_states
 
 
 def check_served(opts: RequestOptions | None, manager: Any, args: ChunkCacheArgs, path: str) -> None:
-    """Checks the method of one request, and whether decoding may keep a part of it; `path`: of its options."""
+    """Checks the method of one request, and whether decoding may keep a part of it; `path` is where its options stood.
+
+    Raises:
+        ChunkCacheRequestError: this server cannot serve it.
+    """
     if opts is None:
         return
     if opts.keep_tokens and (what := what_keeps_all(manager.server_args, manager.model_config)) is not None:
@@ -38,7 +42,11 @@ def is_read_twice(manager: Any) -> bool:
 
 
 def check_read_once(manager: Any, path: str) -> None:
-    """Checks that no decode server reads marked text, or passages beside it; `path` is where the client marked it."""
+    """Checks that no decode server reads marked text, or passages beside it; `path` is where the client marked it.
+
+    Raises:
+        ChunkCacheRequestError: one does.
+    """
     if is_read_twice(manager):
         problem = "the decode server reads the request too, and knows no marks in it"
         raise request_error(path, problem, f"tokenize the prompt and send input_ids with custom_params.{KEY}.spans")

@@ -226,8 +226,7 @@ def _check_combinations(obj: Any, items: list[Item], preferred: Mapping[str, Any
     if obj.mm_hashes:  # the keys of chunks follow from them, so a chunk could be stored under the name of another image
         problem = "hashes of images cannot be combined with marked chunks or chunk_cache options"
         raise request_error("mm_hashes", problem, "leave them out; the server computes them")
-    params = obj.sampling_params
-    for one in params if isinstance(params, (list, tuple)) else [params]:
+    for one in each(obj.sampling_params):
         if {**preferred, **(one if isinstance(one, Mapping) else {})}.get("beam_width") not in (None, 1):
             problem = "beam search cannot be combined with marked chunks or chunk_cache options"
             raise request_error("sampling_params.beam_width", problem, "drop one of the two")

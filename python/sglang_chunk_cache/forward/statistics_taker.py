@@ -145,8 +145,10 @@ class StatisticsTaker:
         jobs: list[_Job] = []
         for i, req in enumerate(batch.reqs):
             state = state_of(req)
+            if state is None:
+                continue
             ranges = computed_ranges(state, *computed[i])
-            if state is None or not ranges:
+            if not ranges:
                 continue
             spans = state.options.spans
             sums = state.sums = state.sums or ChunkSums(spans, len(layers))
@@ -218,12 +220,12 @@ class StatisticsTaker:
             job.sums.add(job.chunk, job.begin, job.end, sums, at)
 
 
-def computed_ranges(state: ChunkRequest | None, begin: int, end: int) -> list[tuple[int, int, int]]:
+def computed_ranges(state: ChunkRequest, begin: int, end: int) -> list[tuple[int, int, int]]:
     """(chunk, first position, end) of what a forward over [begin, end) computes of the chunks to remember.
 
     For a fused request these are chunks that it does not reuse; those within its load are rows in front of the extend.
     """
-    if state is None or state.prompt.unsupported or not state.options.remembers or not state.prompt.keys:
+    if state.prompt.unsupported or not state.options.remembers or not state.prompt.keys:
         return []
     ranges, plan = [], state.admission.fused_plan
     for chunk, span in enumerate(state.options.spans):

@@ -53,6 +53,9 @@ def create_client(manager: Any, args: ChunkCacheArgs) -> SelectorClient | None:
 
     Args:
         manager: the tokenizer manager, which sends the answers.
+
+    Raises:
+        StartRefused: the selector did not start.
     """
     if args.selector is None:
         return None

@@ -26,7 +26,11 @@ _RULES = (
 
 
 def check_dp_attention(server_args: Any, args: ChunkCacheArgs, model_config: Any) -> None:
-    """Checks the flags and options of a server with `--attn-dp-size`."""
+    """Checks the flags and options of a server with `--attn-dp-size`.
+
+    Raises:
+        StartRefused: one does not work there.
+    """
     from sglang.srt.environ import envs
     from sglang.srt.model_executor.cuda_graph_config import Backend
 

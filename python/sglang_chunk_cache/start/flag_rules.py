@@ -44,7 +44,11 @@ def resolved(server_args: Any, name: str) -> Any:
 
 
 def refuse_any(rules: Iterable[FlagRule], server_args: Any, words: str) -> None:
-    """Refuses the first flag that a rule refuses; the sentence is the rule's `what`, then `words`."""
+    """Refuses the first flag that a rule refuses; the sentence is the rule's `what`, then `words`.
+
+    Raises:
+        StartRefused: a rule refuses a flag.
+    """
     for rule in rules:
         if rule.refused(resolved(server_args, rule.name)):
             refuse(f"{rule.what}{words}")

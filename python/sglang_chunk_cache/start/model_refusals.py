@@ -18,7 +18,11 @@ ROPE_TYPES = ("default", "linear", "llama3", "yarn", "dynamic", "longrope")
 
 
 def check_flashinfer(model_config: Any) -> None:
-    """Checks that the FlashInfer version of sparse_extend can serve a model, before a request finds that it cannot."""
+    """Checks that the FlashInfer version of sparse_extend can serve a model, before a request finds that it cannot.
+
+    Raises:
+        StartRefused: it cannot; the sentence says why.
+    """
     from sgl_kernel_ext.sparse_extend.flashinfer import unserved
 
     dtype = model_config.dtype  # the pool's is known later
@@ -29,7 +33,11 @@ def check_flashinfer(model_config: Any) -> None:
 
 
 def check_model(model_config: Any) -> None:
-    """Checks a model by its resolved `ModelConfig`."""
+    """Checks a model by its resolved `ModelConfig`.
+
+    Raises:
+        StartRefused: the model does not work with the chunk cache.
+    """
     for check in (_kind_reason, _sparse_reason, _window_reason, _rope_reason, _attention_reason):
         reason = check(model_config)
         if reason is not None:

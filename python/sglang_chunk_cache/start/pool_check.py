@@ -27,6 +27,9 @@ def check_pool(kv_pool: Any, backends: Collection[str] = ()) -> None:
 
     Args:
         backends: SGLang's, for prefill and for decoding.
+
+    Raises:
+        StartRefused: it is not.
     """
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 
@@ -60,7 +63,11 @@ def check_pool_dtype(dtype: str, backends: Collection[str] = ()) -> None:
 
 
 def check_scales(kv_pool: Any, layers: Iterable[RadixAttention], backends: Collection[str]) -> None:
-    """Checks that SGLang multiplies K and V stored in FP8 by the scales that they were divided by."""
+    """Checks that SGLang multiplies K and V stored in FP8 by the scales that they were divided by.
+
+    Raises:
+        StartRefused: it is not.
+    """
     if kv_pool.dtype not in FP8:
         return
     if any(layer.k_scale is not None and layer.k_scale_float is None for layer in layers):

@@ -146,7 +146,11 @@ def prepare_flags(server_args: Any, config: Config) -> None:
 
 
 def check_flags(server_args: Any) -> None:
-    """Checks every flag and variable as it was given."""
+    """Checks every flag and variable as it was given.
+
+    Raises:
+        StartRefused: one does not work with the chunk cache.
+    """
     from sglang.srt.environ import envs
 
     refuse_any(FLAG_RULES, server_args, " cannot be combined with --chunk-cache; drop one of them.")
@@ -161,7 +165,11 @@ def check_flags(server_args: Any) -> None:
 
 
 def check_port(server_args: Any) -> None:
-    """Checks the port of a server, which SGLang opens once the model is loaded."""
+    """Checks the port of a server, which SGLang opens once the model is loaded.
+
+    Raises:
+        StartRefused: the port is taken.
+    """
     host, port = resolved(server_args, "host"), resolved(server_args, "port")
     try:
         socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
@@ -193,7 +201,11 @@ def check_folders(config: Config) -> None:
 
 
 def refuse_missing_model(model_path: str, error: OSError) -> NoReturn:
-    """Says in one sentence that a model is no folder here and that Hugging Face gives none of that name."""
+    """Says in one sentence that a model is no folder here and that Hugging Face gives none of that name.
+
+    Raises:
+        StartRefused: always.
+    """
     what = str(error).strip().partition("\n")[0].rstrip(".")
     refuse(
         f"--model-path {model_path}: there is no such folder, and as a name it was not found ({what}); name a model."
@@ -312,7 +324,11 @@ def _check_determinism(server_args: Any, args: ChunkCacheArgs) -> None:
 
 
 def check_tokenizer_workers(args: ChunkCacheArgs, server_args: Any) -> None:
-    """Checks that nothing that needs a single tokenizer process is asked for where there are several."""
+    """Checks that nothing that needs a single tokenizer process is asked for where there are several.
+
+    Raises:
+        StartRefused: such an option is given.
+    """
     if not more_than_one(resolved(server_args, "tokenizer_worker_num")):
         return
     if args.selector is not None:
@@ -333,7 +349,11 @@ def _check_selector(args: ChunkCacheArgs) -> None:
 
 
 def check_replicas(config: Config, num_replicas: int) -> None:
-    """Checks that replicas do not overwrite each other's file, nor share a port."""
+    """Checks that replicas do not overwrite each other's file, nor share a port.
+
+    Raises:
+        StartRefused: they would.
+    """
     if config.verify_file is not None and num_replicas > 1:
         refuse('--chunk-cache-config: verify_file: replicas (--dp-size) would overwrite it; drop "verify_file".')
     problem = None if config.events is None else port_problem(config.events, num_replicas)

@@ -30,7 +30,11 @@ _OPTIONS: tuple[tuple[str, str], ...] = (
 
 
 def check_states(server_args: Any, args: ChunkCacheArgs) -> str:
-    """Checks a server of a model with states; returns its default method."""
+    """Checks a server of a model with states; returns its default method.
+
+    Raises:
+        StartRefused: a method, a flag or an option does not work with states.
+    """
     from sglang.srt.environ import envs
 
     words = " cannot be combined with --chunk-cache for a model with states; drop one of them."

@@ -22,6 +22,9 @@ def check_windows(window: int | None, of_layers: Iterable[int], backends: Collec
         window: `sliding_window_size` of SGLang's model runner.
         of_layers: the window of each layer; -1 = all tokens.
         backends: SGLang's, for prefill and for decoding.
+
+    Raises:
+        StartRefused: a backend would not plan them.
     """
     planned = [backend for backend in PLANNED if backend in backends]
     if planned and window is None and max(of_layers) > -1:

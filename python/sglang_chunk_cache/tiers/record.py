@@ -119,7 +119,11 @@ def decode(raw: bytes, fingerprint: Fingerprint, where: str) -> Record:
 
 
 def check_wanted(found: VariantInfo, wanted: VariantInfo, where: str) -> None:
-    """Checks that an entry is the one that was asked for."""
+    """Checks that an entry is the one that was asked for.
+
+    Raises:
+        TierError: mismatch.
+    """
     if found.identity() != wanted.identity():
         differ = "tokens" if found.token_ids != wanted.token_ids else "position or context"
         raise mismatch(where, f"{differ} of another variant")
@@ -141,7 +145,11 @@ def checksums_of(stored: StoredVariant) -> list[int]:
 
 
 def check_layer(layer: int, parts: Parts, record: Record, where: str) -> None:
-    """Checks that a layer is what was written, by its checksum."""
+    """Checks that a layer is what was written, by its checksum.
+
+    Raises:
+        TierError: corrupt.
+    """
     if checksum(parts) != record.checksums[layer]:
         raise corrupt(where, f"wrong checksum of layer {layer}")
 

@@ -181,12 +181,11 @@ def with_earlier_turns(
         (start, end), _ = named
         return earlier_ids is not None and end <= own_start and token_ids[start:end] == earlier_ids[start:end]
 
-    if options is None or (
-        before is not None and replace(options, turn_tokens=None).with_spans(()) == RequestOptions()
-    ):
-        if before is None:
-            return None
+    names_chunks_only = options is None or replace(options, turn_tokens=None).with_spans(()) == RequestOptions()
+    if names_chunks_only and before is not None:
         options = replace(before, answer_tokens=0, mode="auto" if before.mode in PREPARING else before.mode)
+    if options is None:
+        return None
     earlier = [] if before is None else before.named_spans
     chunks = [*takewhile(still_stands, earlier), *own][-MAX_CHUNKS:]
     return replace(options, turn_tokens=None).with_spans([span for span, _ in chunks], [name for _, name in chunks])

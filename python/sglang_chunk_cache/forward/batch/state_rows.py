@@ -77,9 +77,10 @@ def _wanted(
         num_wanted: how many the requests in front have.
     """
     state = state_of(req)
+    if state is None:
+        return []
     found: list[Wanted] = []
     for chunk, first, last in computed_ranges(state, begin, end):
-        assert state is not None
         start, _ = state.options.spans[chunk]
         known = state.transitions = state.transitions or store.of_request()
         if first != start and known.reaches(chunk) != first:

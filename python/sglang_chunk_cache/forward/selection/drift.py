@@ -109,15 +109,18 @@ class DriftCorrection:
         )
 
     def follow(self, left: Sequence[LeftRows]) -> None:
-        """Sets the rows that are left, of each of the `requests`; drift needs recomputed and other reused tokens."""
-        self._drift = None
+        """Sets the rows that are left from here on, of each of the `requests`."""
+        self._drift = self._between(left)
+
+    def _between(self, left: Sequence[LeftRows]) -> Drift | None:
+        """The drift between recomputed and other reused tokens; None if no request has both."""
         pairs = [
             (one, rows)
             for one, rows in zip(self._reused, left, strict=True)
             if 0 < rows.num_recomputed < len(one.positions)
         ]
         if not pairs:
-            return
+            return None
         index, at, row_slots, row_chunk, slots, chunk, peers = [], [], [], [], [], [], []
         num_chunks = 0
         for one, rows in pairs:
@@ -134,7 +137,7 @@ class DriftCorrection:
         bounds, peers_on_device = upload(
             [np.arange(num_chunks + 1), np.array(peers).T.copy()], left[0].positions.device
         )
-        self._drift = Drift(
+        return Drift(
             _joined(index),
             _joined(row_slots),
             torch.searchsorted(_joined(row_chunk), bounds),
