@@ -209,8 +209,7 @@ class ChunkRadixCache(UnifiedRadixCache):
         chunks.admin.pins.renew()
         if chunks.tiers is not None:
             num_tokens = chunks.store.shares.num_to_give(params.num_tokens) or params.num_tokens
-            victims = chunks.manager.index.victims(chunks.store.shares.above)
-            chunks.tiers.save_victims((one for one in victims if chunks.admin.pins.until(one) is None), num_tokens)
+            chunks.tiers.save_victims(chunks.manager.index.victims(chunks.store.shares.above), num_tokens)
         result = evict(params)
         num_missing = params.num_tokens - result.num_tokens_evicted
         if num_missing > 0 and chunks.partial_loads is not None and chunks.partial_loads.give_way():

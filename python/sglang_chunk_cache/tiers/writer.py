@@ -13,6 +13,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from itertools import islice
 
 from chunk_cache.index.variant import Variant
 from chunk_cache.options.tier_config import TierConfig
@@ -33,6 +34,9 @@ MAX_QUEUED_BYTES = 2 << 30
 
 MAX_LOOKS = 64
 """Variants that one eviction looks at."""
+
+MAX_PASSED = 1024
+"""Variants that one eviction passes over at most, with those that it looks at."""
 
 
 class TierWriter:
@@ -60,6 +64,8 @@ class TierWriter:
         self._metrics = metrics
         self._fingerprint = fingerprint
         self.num_queued_bytes = 0
+        self._saved: set[int] = set()
+        """Ids of the variants that the last eviction took for victims or passed over, and that tiers have."""
 
     def note_stored(self, variant: Variant) -> None:
         """Writes down a variant that the pool has stored, in tiers that take it at that moment."""
@@ -68,16 +74,27 @@ class TierWriter:
     def save_victims(self, variants: Iterable[Variant], num_tokens: int) -> None:
         """Writes down variants that are about to be evicted from the pool, to tiers that lack them.
 
+        The tree has an order of its own: a variant that was saved for one eviction and is still there at the next (a
+        pinned one, one of a prompt that is often found) is passed over, so that it does not stand for all that go.
+
         Args:
             variants: in the order of eviction.
             num_tokens: that are about to be evicted.
         """
         if not self._targets(Moment.LEAVES_POOL):
             return
-        for _, variant in zip(range(MAX_LOOKS), variants, strict=False):
-            if num_tokens <= 0:
-                return
-            num_tokens -= self._save(variant, Moment.LEAVES_POOL)
+        saved, num_looks = set(), 0
+        for variant in islice(variants, MAX_PASSED):
+            if num_tokens <= 0 or num_looks == MAX_LOOKS:
+                break
+            is_saved = variant.variant_id in self._saved
+            if not is_saved:
+                num_looks += 1
+                num_freed, is_saved = self._save(variant, Moment.LEAVES_POOL)
+                num_tokens -= num_freed
+            if is_saved:
+                saved.add(variant.variant_id)
+        self._saved = saved
 
     def put(self, stored: StoredVariant, moment: Moment) -> None:
         """Writes a variant into the tiers that take it at this moment.
@@ -91,8 +108,8 @@ class TierWriter:
 
     def _write(
         self, action: Write, info: VariantInfo, make: Callable[[], StoredVariant], frequency: float = 0.0
-    ) -> None:
-        """Has a worker call `make` and write what it returns.
+    ) -> bool:
+        """Has a worker call `make` and write what it returns; False where the tier takes nothing now.
 
         Args:
             frequency: f_r of the variant so far.
@@ -106,7 +123,7 @@ class TierWriter:
             gone = self._prepare(tier, info.listed, frequency)
         if gone is None:
             self._metrics.count_write(tier.name, "busy" if is_busy else "refused")
-            return
+            return False
         for entry_id in gone:
             self._drop(tier, entry_id)
         tier.writing[info.entry_id] = info
@@ -126,6 +143,7 @@ class TierWriter:
             self._complete(tier, info, *result)
 
         self._workers.submit(write, written, _order(tier, info.entry_id), lane="write")
+        return True
 
     def adopt(self, tier: Tier, listed: EntrySummary, frequency: float = 0.0) -> None:
         """Takes over an entry that a tier has although this server did not write it; others may be evicted for it.
@@ -166,13 +184,14 @@ class TierWriter:
         ledgers = {name: self._tiers[name].ledger for name in self._targets(moment)}
         return place(info.entry_id, info.traits, ledgers, self._config.max_variants_per_chunk)
 
-    def _save(self, variant: Variant, moment: Moment) -> int:
-        """Writes a variant to the tiers that take it; returns its length, or 0 where there was nothing to write.
+    def _save(self, variant: Variant, moment: Moment) -> tuple[int, bool]:
+        """Writes a variant to the tiers that take it.
 
-        What lies in the tiers already does not count: it may stay in the pool, while what goes in its place is lost.
+        Returns:
+            Its length, or 0 if the pool has lost it; whether those tiers have it or are about to.
         """
         if not self._targets(moment):
-            return 0
+            return variant.length, True
         info = _info_of(variant, self._fingerprint)
         actions = self._actions(info, moment)
         for action in actions:
@@ -180,19 +199,18 @@ class TierWriter:
                 self._tiers[action.tier].ledger.note_frequency(info.entry_id, variant.reuse_frequency)
         writes = [action for action in actions if isinstance(action, Write)]
         if not writes:
-            return 0
+            return variant.length, True
         try:
             kv = self._pool.kv_of(variant)
         except TierError as error:
             logger.warning("Chunk cache: a chunk of %d tokens was not written down: %s", variant.length, error)
             for action in writes:
                 self._metrics.count_write(action.tier, error.reason)
-            return variant.length
+            return variant.length, False
         if kv is None:
-            return 0
-        for action in writes:
-            self._write(action, info, partial(_stored, info, kv, self._fingerprint), variant.reuse_frequency)
-        return variant.length
+            return 0, False
+        make = partial(_stored, info, kv, self._fingerprint)
+        return variant.length, all([self._write(action, info, make, variant.reuse_frequency) for action in writes])
 
     def _prepare(self, tier: Tier, listed: EntrySummary, frequency: float) -> tuple[EntryId, ...] | None:
         entry_id, payload_len, partition, traits = listed

@@ -117,6 +117,18 @@ def test_what_lies_below_and_stays_in_the_pool_stands_for_no_other(tmp_path: Pat
         assert names(tiers, "host") == [0, 2, 3, 4], "one at each eviction, the first of them that which stayed"
 
 
+def test_what_is_saved_and_stays_is_not_looked_at_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with open_tiers({"disk": tmp_path}, limits=HOST, write="evict") as tiers:
+        looked_at = []
+        save = tiers.writer._save
+        monkeypatch.setattr(tiers.writer, "_save", lambda one, moment: (looked_at.append(one), save(one, moment))[1])
+        stays = [variant(number) for number in range(3)]
+        for number in (3, 4):
+            tiers.writer.save_victims([*stays, variant(number)], 3 * LENGTH)
+            tiers.check()
+        assert [one.variant_id for one in looked_at] == [one.variant_id for one in (*stays, variant(4))]
+
+
 def test_an_eviction_looks_at_a_few_only(tmp_path: Path) -> None:
     with open_tiers({"disk": tmp_path}, limits=HOST, write="evict") as tiers:
         seen = []
