@@ -37,3 +37,28 @@ SEARCH = {
     "content": [text("the rose"), text("is red.\n")],
     "citations": {"enabled": True},
 }
+
+DOCUMENT = {
+    "type": "document",
+    "source": {"type": "text", "media_type": "text/plain", "data": "the tale"},
+    "title": "Tales",
+    "citations": {"enabled": True},
+}
+
+CONTROL = {"cache_control": {"type": "ephemeral"}}
+
+ANTHROPIC_BODIES = {
+    "separators": messages(text(f"Now.{SEP}the rose{SEP}the tale{SEP}Who?")),
+    "string": {**messages(), "messages": [{"role": "user", "content": f"{SEP}the rose{SEP}Who?"}]},
+    "chunks": messages(text("Who?"), chunk_cache={"chunks": [{"text": "the rose"}, {"text": "the tale"}]}),
+    "search result": messages(SEARCH, text("Who?")),
+    "document": messages(DOCUMENT, text("Who?", **CONTROL)),
+    "marks": messages(
+        text("the rose.\n", **CONTROL),
+        text("Who?"),
+        system=[text("Be brief.\n"), text("the rule.\n", **CONTROL), text("And so on.")],
+        chunk_cache={"marks": True},
+    ),
+    "plain": messages(text("Who?"), system="Be brief."),
+}
+"""By what is marked in them, and how."""

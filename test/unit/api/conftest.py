@@ -7,6 +7,7 @@ sockets and types as the real one.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import threading
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ import zmq
 
 from sglang_chunk_cache.flags import server_args as options
 from sglang_chunk_cache.flags.server_args import ChunkCacheArgs
+from unit.api.seen_requests import carried
 
 REPLY = {"prefix_tokens": 1, "reused_tokens": 5, "computed_tokens": 3, "recomputed_tokens": 2, "chunks": []}
 
@@ -60,11 +62,6 @@ class SchedulerEnd:
             io_struct.sock_send(self._answers, _output(request, 2, finished=False, reply=False))
         reply = has_reply and not request.stream
         io_struct.sock_send(self._answers, _output(request, 3, finished=True, reply=reply))
-
-
-def carried(request: Any) -> Any:
-    """What a tokenized request carries for the chunk cache."""
-    return (request.sampling_params.custom_params or {}).get("chunk_cache")
 
 
 def _output(request: Any, num_tokens: int, *, finished: bool, reply: bool) -> Any:
@@ -170,3 +167,27 @@ def seen(service: Service) -> list[Any]:
     """Requests that reach the scheduler's end from now on."""
     service.scheduler.seen.clear()
     return service.scheduler.seen
+
+
+@pytest.fixture
+def use(monkeypatch):
+    """Changes the flags of the server."""
+
+    def change(**flags: Any) -> None:
+        monkeypatch.setattr(options, "_current", dataclasses.replace(options._current, **flags))
+
+    return change
+
+
+@pytest.fixture
+def template(service, monkeypatch):
+    """Gives the model another chat template."""
+
+    def change(text: str, content_format: str = "string") -> None:
+        monkeypatch.setattr(service.manager.tokenizer, "chat_template", text)
+        from sglang.srt.entrypoints.http_server import app
+
+        manager = app.state.openai_serving_chat.template_manager
+        monkeypatch.setattr(manager, "_jinja_template_content_format", content_format)
+
+    return change

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,53 +10,26 @@ import pytest
 from chunk_cache.options.request_options import MAX_CHUNKS, loads
 from chunk_cache.prompt.marked_body import MarkedBody, MarkFlags, read_body
 from chunk_cache_tools.verify.workload import read_prompt
-from sglang_chunk_cache.flags import server_args as options
 from sglang_chunk_cache.host.chat import ChunkServingChat
-from unit.api.client_bodies import CHAT, CHUNKS, COMPLETIONS, MESSAGES, SEARCH, SEP, chat, messages, sent, text
+from unit.api.client_bodies import (
+    ANTHROPIC_BODIES,
+    CHAT,
+    CHUNKS,
+    COMPLETIONS,
+    CONTROL,
+    MESSAGES,
+    SEARCH,
+    SEP,
+    chat,
+    messages,
+    sent,
+    text,
+)
+from unit.api.seen_requests import carried, chunks_of, text_of
 
 BREAKPOINT = {"prompt_cache_breakpoint": {"mode": "explicit"}}
-CONTROL = {"cache_control": {"type": "ephemeral"}}
 UNUSED = "x-chunk-cache-unused"
 NOT_READ = "documents (this route does not read them)"
-
-
-@pytest.fixture
-def use(monkeypatch):
-    """Changes the flags of the server."""
-
-    def change(**flags: Any) -> None:
-        monkeypatch.setattr(options, "_current", dataclasses.replace(options._current, **flags))
-
-    return change
-
-
-@pytest.fixture
-def template(service, monkeypatch):
-    """Gives the model another chat template."""
-
-    def change(text: str, content_format: str = "string") -> None:
-        monkeypatch.setattr(service.manager.tokenizer, "chat_template", text)
-        from sglang.srt.entrypoints.http_server import app
-
-        manager = app.state.openai_serving_chat.template_manager
-        monkeypatch.setattr(manager, "_jinja_template_content_format", content_format)
-
-    return change
-
-
-def carried(request: Any) -> Any:
-    return (request.sampling_params.custom_params or {}).get("chunk_cache")
-
-
-def text_of(service, request) -> str:
-    return service.manager.tokenizer.decode(list(request.input_ids))
-
-
-def chunks_of(service, request) -> list[str]:
-    if carried(request) is None:
-        return []
-    ids = list(request.input_ids)
-    return [service.manager.tokenizer.decode(ids[start:end]).strip() for start, end in loads(carried(request)).spans]
 
 
 MARKED = chat(
@@ -293,144 +264,6 @@ def test_documents_that_the_template_leaves_out_are_named(service, seen, templat
     assert response.headers[UNUSED] == "documents[0] (the chat template leaves it out)"
 
 
-# Anthropic.
-
-DOCUMENT = {
-    "type": "document",
-    "source": {"type": "text", "media_type": "text/plain", "data": "the tale"},
-    "title": "Tales",
-    "citations": {"enabled": True},
-}
-
-
-def test_search_results_and_documents_are_chunks(service, seen, monkeypatch):
-    body = messages(SEARCH, DOCUMENT, text("Who?"))
-    response = sent(service, seen, MESSAGES, body)
-    assert chunks_of(service, seen[0]) == [
-        "Roses\nSource: http://a\nContent: the rose\nis red",
-        "Tales\nContent: the tale",
-    ]
-    assert UNUSED not in response.headers
-    found = text_of(service, seen[0])
-    monkeypatch.setattr(options, "_current", None)  # as stock SGLang has it
-    as_result = {"type": "search_result", "title": "Tales", "content": [text("the tale")]}
-    sent(service, seen, MESSAGES, messages(SEARCH, as_result, text("Who?")))
-    assert text_of(service, seen[0]) == found
-
-
-def test_texts_of_a_search_result_need_no_type(service, seen):
-    """As they come through SGLang's gateway."""
-    untyped = {**SEARCH, "content": [{"text": part["text"]} for part in SEARCH["content"]]}
-    response = sent(service, seen, MESSAGES, messages(untyped, text("Who?")))
-    assert chunks_of(service, seen[0]) == ["Roses\nSource: http://a\nContent: the rose\nis red"]
-    assert UNUSED not in response.headers
-
-
-def test_documents_of_content_with_a_context(service, seen):
-    source = {"type": "content", "content": [text("the rose"), text("the tale")]}
-    sent(service, seen, MESSAGES, messages({"type": "document", "source": source, "context": "Read."}, text("Who?")))
-    assert chunks_of(service, seen[0]) == ["Read.\nthe rose\nthe tale"]
-    source = {"type": "content", "content": "the rose"}
-    sent(service, seen, MESSAGES, messages({"type": "document", "source": source}, text("Who?")))
-    assert chunks_of(service, seen[0]) == ["the rose"]
-
-
-def test_results_of_tools(service, seen, use):
-    use(marks=True)
-    use_block = {"type": "tool_use", "id": "t", "name": "look", "input": {}}
-    results = [
-        {"type": "tool_result", "tool_use_id": "t", "content": [SEARCH, text("more", **CONTROL)]},
-        {"type": "tool_result", "tool_use_id": "t", "content": "plain", **CONTROL},
-        text("Who?"),
-    ]
-    body = messages(text("Look."))
-    body["messages"] += [{"role": "assistant", "content": [use_block]}, {"role": "user", "content": results}]
-    sent(service, seen, MESSAGES, body)
-    assert chunks_of(service, seen[0]) == ["Roses\nSource: http://a\nContent: the rose\nis red", "more", "plain"]
-
-
-def test_cache_control_of_anthropic(service, seen, use):
-    body = messages(
-        text(" the rose\n", **CONTROL),
-        text("Who?", **CONTROL),
-        system=[text("Be brief."), text("the rule\n", **CONTROL)],
-    )
-    off = sent(service, seen, MESSAGES, body)
-    stock = text_of(service, seen[0])
-    assert "system[1].cache_control (off: --chunk-cache-marks)" in off.headers[UNUSED]
-    assert "sglext" not in off.json()
-    use(marks=True)
-    response = sent(service, seen, MESSAGES, body)
-    assert chunks_of(service, seen[0]) == ["the rule", "the rose"]
-    assert text_of(service, seen[0]) == stock
-    assert response.headers[UNUSED] == "messages[0].content[1].cache_control (the last part of the prompt)"
-
-
-def test_options_of_anthropic(service, seen):
-    asked = {"chunks": CHUNKS[:1], "method": "random"}
-    sent(service, seen, MESSAGES, messages(text("Who?"), chunk_cache=asked))
-    assert chunks_of(service, seen[0]) == ["the rose"]
-    assert loads(carried(seen[0])).method == "random"
-
-
-COUNTED = {
-    "separators": messages(text(f"Now.{SEP}the rose{SEP}the tale{SEP}Who?")),
-    "string": {**messages(), "messages": [{"role": "user", "content": f"{SEP}the rose{SEP}Who?"}]},
-    "chunks": messages(text("Who?"), chunk_cache={"chunks": [{"text": "the rose"}, {"text": "the tale"}]}),
-    "search result": messages(SEARCH, text("Who?")),
-    "document": messages(DOCUMENT, text("Who?", **CONTROL)),
-    "marks": messages(
-        text("the rose.\n", **CONTROL),
-        text("Who?"),
-        system=[text("Be brief.\n"), text("the rule.\n", **CONTROL), text("And so on.")],
-        chunk_cache={"marks": True},
-    ),
-    "plain": messages(text("Who?"), system="Be brief."),
-}
-
-
-@pytest.mark.parametrize("has_limit", [False, True])
-@pytest.mark.parametrize("name", COUNTED)
-def test_counted_tokens_are_those_of_the_message(service, seen, name, has_limit):
-    body = COUNTED[name]
-    sent(service, seen, MESSAGES, body)
-    expected = len(seen[0].input_ids)
-    body = body if has_limit else {key: value for key, value in body.items() if key != "max_tokens"}
-    assert sent(service, seen, f"{MESSAGES}/count_tokens", body).json() == {"input_tokens": expected}
-    assert seen == []
-
-
-IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"}}
-
-
-@pytest.mark.parametrize("on_gpu", [False, True])
-def test_images_are_counted_as_the_model_reads_them(service, seen, monkeypatch, template, on_gpu):
-    template("{% for m in messages %}{% for p in m.content %}<{{ p.text }}>{% endfor %}{% endfor %}", "openai")
-
-    async def read(**_: Any) -> Any:
-        return SimpleNamespace(input_ids=[5] * 44, token_type_ids=None, mm_items=[])
-
-    processor = SimpleNamespace(prefer_tokenized_input=False, use_cuda_ipc=on_gpu, process_mm_data_async=read)
-    monkeypatch.setattr(service.manager, "mm_processor", processor)
-    monkeypatch.setattr(service.manager.model_config, "is_multimodal", True)
-    counted = sent(service, seen, f"{MESSAGES}/count_tokens", messages(IMAGE, text("Who?"))).json()["input_tokens"]
-    assert (counted == 44) is not on_gpu
-    assert seen == []
-    assert service.manager.rid_to_state == {}
-
-
-def test_what_a_message_refuses_is_not_counted(service, seen):
-    response = sent(service, seen, f"{MESSAGES}/count_tokens", messages(text(f"a{SEP}b")), status=400)
-    assert "only one separator" in response.json()["error"]["message"]
-
-
-def test_a_message_that_does_not_fit_is_counted(service, seen):
-    long = f"{SEP}{'word ' * 20000}{SEP}"
-    sent(service, seen, MESSAGES, messages(text(f"Read {long} Who?")), status=400)
-    response = sent(service, seen, f"{MESSAGES}/count_tokens", messages(text(f"Read {long} Who?")))
-    assert response.json()["input_tokens"] >= 20000
-
-
 # Blank passages, and marks that stand elsewhere.
 
 MARKS = {"marks": True}
@@ -552,7 +385,7 @@ BY_PARTS = (
 )
 WITH_DOCUMENTS = "{% for d in documents or [] %}[{{ d.title }}] {{ d.text }}\n{% endfor %}" + BY_TEMPLATE
 READ = [
-    *((MESSAGES, body) for body in COUNTED.values()),
+    *((MESSAGES, body) for body in ANTHROPIC_BODIES.values()),
     *((route, body) for route, body, _ in BLANK),
     (CHAT, MARKED),
     (CHAT, {**MARKED, "chunk_cache": {"parts": True, "marks": False}}),
@@ -656,119 +489,3 @@ def test_marks_on_other_routes_are_named(service, seen):
     body = {"model": "m", "input": [{"role": "user", "content": [{"type": "input_text", "text": "a", **BREAKPOINT}]}]}
     response = service.post("/v1/responses", body)
     assert response.headers[UNUSED] == "input[0].content[0].prompt_cache_breakpoint (this route cannot mark chunks)"
-
-
-# Bad marks: a 400 that names the place.
-
-USER = ("user", "Who?")
-
-
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(
-    ("route", "body", "message"),
-    [
-        (CHAT, chat(USER, chunk_cache={"chunk": []}), "chunk_cache: unknown key 'chunk'; did you mean chunks? known"),
-        (CHAT, chat(USER, chunk_cache=[]), "chunk_cache: [] is not an object"),
-        (CHAT, chat(USER, chunk_cache={"marks": 1}), "chunk_cache.marks: 1 is not a boolean"),
-        (CHAT, chat(USER, chunk_cache={"method": "best"}), "chunk_cache.method: unknown method 'best'"),
-        (
-            CHAT,
-            chat(USER, chunk_cache={}, custom_params={"chunk_cache": {}}),
-            "chunk_cache: given in custom_params.chunk_cache too",
-        ),
-        (CHAT, chat(USER, chunk_cache={"chunks": {}}), "chunk_cache.chunks: {} is not a list"),
-        (CHAT, chat(USER, chunk_cache={"chunks": ["a"]}), "chunk_cache.chunks[0]: 'a' is no chunk"),
-        (CHAT, chat(USER, chunk_cache={"chunks": [{"id": "a"}]}), "chunk_cache.chunks[0].text: no text"),
-        (
-            CHAT,
-            chat(USER, chunk_cache={"chunks": [{"text": "a", "title": "b"}]}),
-            "chunk_cache.chunks[0]: unknown key 'title'; known keys: id, text",
-        ),
-        (
-            CHAT,
-            chat(USER, chunk_cache={"chunks": [{"id": "a", "text": "b"}, {"id": "a", "text": "c"}]}),
-            "chunk_cache.chunks[1].id: 'a' is the id of another text too",
-        ),
-        (
-            COMPLETIONS,
-            {"model": "m", "prompt": "a", "chunk_cache": {"chunks": [{"text": f"a{SEP}b"}]}},
-            "chunk_cache.chunks[0].text: the separator '<|chunk|>' stands inside of a passage",
-        ),
-        (COMPLETIONS, {"model": "m", "prompt": [5, 6], "chunk_cache": {"chunks": CHUNKS}}, "chunk_cache.chunks: the p"),
-        (
-            CHAT,
-            chat(("system", "a"), chunk_cache={"chunks": CHUNKS}),
-            "chunk_cache.chunks[0]: no message of the user",
-        ),
-        (CHAT, chat(USER, chunk_cache={"template": "{id}"}), "chunk_cache.template: {text} does not stand in it once"),
-        (CHAT, chat(USER, chunk_cache={"chunks": CHUNKS, "spans": [[0, 1]]}), "chunk_cache.spans: chunk_cache.chunks["),
-        (
-            CHAT,
-            chat(("user", f"{SEP}a{SEP}b"), min_tokens=1, stop_token_ids=[10**6]),
-            "stop_token_ids: with a minimal length",
-        ),
-        (CHAT, chat(USER, documents={}), "documents: {} is not a list"),
-        (CHAT, chat(USER, documents=[{"title": "a"}]), "documents[0].text: no text"),
-        (CHAT, chat(USER, documents=[7]), "documents[0]: 7 is no document"),
-        (CHAT, chat(USER, documents=[{"text": "a", "id": {"a": 1}}]), "documents[0].id: {'a': 1} is neither a string"),
-        (CHAT, chat(USER, documents=["b", {"text": "a", "id": True}]), "documents[1].id: true is neither a string nor"),
-        (CHAT, chat(USER, documents=[{"text": "a", "id": SEP}]), "documents[0].id: the separator '<|chunk|>' stands"),
-        (
-            CHAT,
-            chat(("user", [text(f"a{SEP}b", **CONTROL), text("c")]), chunk_cache={"marks": True}),
-            "messages[0].content[0].text: the separator '<|chunk|>' stands inside of a passage",
-        ),
-        (
-            CHAT,
-            chat(("user", [text("a b " * 9000, **CONTROL), text("c")]), chunk_cache={"marks": True}),
-            "messages[0].content[0].cache_control: the chunk has ",
-        ),
-        (
-            CHAT,
-            chat(USER, chunk_cache={"chunks": [{"text": "a b " * 9000}]}),
-            "chunk_cache.chunks[0]: the chunk has ",
-        ),
-        (MESSAGES, messages(text("a"), chunk_cache={"spam": 1}), "chunk_cache: unknown key 'spam'"),
-        (MESSAGES, messages(text("a"), custom_params={"chunk_cache": {}}), "custom_params.chunk_cache: this route"),
-        (
-            MESSAGES,
-            messages({"type": "document", "source": {"type": "base64", "data": "AA"}}, text("a")),
-            "messages[0].content[0].source: a document with a source of type 'base64' has no text",
-        ),
-        (
-            MESSAGES,
-            messages({"type": "document", "source": {"type": "text", "data": 7}}, text("a")),
-            "messages[0].content[0].source.data: the document is not of text",
-        ),
-        (
-            MESSAGES,
-            messages({"type": "document", "context": 5, "source": {"type": "text", "data": "ab"}}, text("a")),
-            "messages[0].content[0].context: 5 is no text",
-        ),
-        (
-            MESSAGES,
-            messages({**SEARCH, "title": f"a{SEP}"}, text("a")),
-            "messages[0].content[0]: the separator '<|chunk|>' stands inside of a passage",
-        ),
-    ],
-)  # fmt: skip
-def test_bad_marks_are_named(service, seen, route, body, message, stream):
-    response = sent(service, seen, route, {**body, "stream": stream}, status=400)
-    answer = response.json()
-    assert (answer["error"] if route == MESSAGES else answer)["message"].startswith(message), response.text
-    assert seen == []
-
-
-@pytest.mark.parametrize("route", [CHAT, MESSAGES, COMPLETIONS, "/generate"])
-@pytest.mark.parametrize("body", [[], [{}], "text", 3])
-def test_a_body_that_is_no_object_is_a_400(service, route, body):
-    reply = service.post(route, body)
-    assert reply.status_code == 400, reply.text
-    assert "object" in reply.text
-
-
-@pytest.mark.parametrize("route", [CHAT, COMPLETIONS])
-def test_null_beside_marks_is_not_given(service, seen, route):
-    body = {**chat(("user", f"Read.\n{SEP}the rose\n{SEP}Who?")), "prompt": f"Read.\n{SEP}the rose\n{SEP}Who?"}
-    sent(service, seen, route, {**body, "custom_params": {"chunk_cache": None}})
-    assert chunks_of(service, seen[0]) == ["the rose"]
