@@ -23,7 +23,7 @@ from benchmark.quality.tasks import TaskOptions, synthetic_task
 
 from chunk_cache_tools.conditions import REFERENCE, Condition, MethodSpec
 from chunk_cache_tools.verify.reply_log import ReplyLog
-from chunk_cache_tools.verify.session import ALONE, Session, SetupError
+from chunk_cache_tools.verify.session import ALONE, PREPARED, Session, SetupError
 from server.conftest import TRAINED_MODEL as MODEL
 from server_fixture import Server
 
@@ -139,6 +139,19 @@ def test_reference_leaves_nothing_behind_that_helps(trained_server: Server) -> N
         for prompt, reply in zip(prompts, replies, strict=True):
             expected = sum(len(chunk.split()) for chunk in prompt.chunks[1:])
             assert reply.reused_len == expected
+
+
+def test_prepared_chunks_stand_behind_similar_ones_when_they_are_asked_for(trained_server: Server) -> None:
+    task = synthetic_task("needle", TaskOptions(num=2))
+    prompts = task.prompts()
+    session = Session(trained_server.client, task.asking, PREPARED)
+    references = {reply.prompt: reply for replies in session.ask_reference(prompts) for reply in replies}
+    session.prime(prompts)
+    listed = trained_server.client.ask("GET", "/chunk_cache/variants?limit=1000")["variants"]
+    behind_similar = {variant["key"] for variant in listed if variant["neighbours"]}
+    assert len(behind_similar) == len({chunk for prompt in prompts for chunk in prompt.chunks})
+    replies = list(session.ask([(prompt, Condition(FULL_REUSE, 0.0)) for prompt in prompts], references))
+    assert sum(map(len, replies)) == 2  # the session checks that every chunk was reused
 
 
 def test_likelihood_of_given_answers(trained_server: Server) -> None:

@@ -17,12 +17,14 @@ What `prime` stores decides what Cache-Craft's alpha means, because CFO compares
 that it had when it was stored:
 
     WARMED     [system, filler, chunk] once per chunk, as `chunk-cache warm` stores it
+    PREPARED   [system, similar chunks of these prompts, chunk] once per chunk, as `chunk-cache warm --neighbours` does
     ALONE      [system, chunk] once per chunk; without a context CFO = alpha for all of them
     SHUFFLED   [system, all chunks of the prompt in another order] once per prompt, computed exactly
 """
 
 from __future__ import annotations
 
+import json
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -42,8 +44,9 @@ MAX_BATCH = 64  # prompts in one call
 # scheduler keeps free for decoding they stay below one, so no primed chunk is evicted.
 PRIMED_SHARE, RUNNING_SHARE = 0.5, 0.25
 MIN_LOGPROB = -1e4  # stands for a probability of zero
-WARMED, ALONE, SHUFFLED = "warmed", "alone", "shuffled"
-STORED = (WARMED, ALONE, SHUFFLED)
+WARMED, PREPARED, ALONE, SHUFFLED = "warmed", "prepared", "alone", "shuffled"
+STORED = (WARMED, PREPARED, ALONE, SHUFFLED)
+NUM_NEIGHBOURS = 10  # of a prepared chunk, as FusionRAG recommends (figure 17)
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,14 @@ class Prompt(Protocol):
     @property
     def partition(self) -> str:
         """`extra_key` of the requests, one per head: chunks are reused only behind the head they were stored with."""
+
+    @property
+    def head(self) -> Any:
+        """What stands in front of the first chunk, text or token ids."""
+
+    @property
+    def chunks(self) -> Sequence[Any]:
+        """The chunks, text or token ids."""
 
     @property
     def body(self) -> Body:
@@ -173,6 +184,10 @@ class Session:
     def prime(self, prompts: Sequence[Prompt]) -> None:
         """Flushes the caches (only without a salt) and stores every chunk of these prompts."""
         self._flush()
+        if self._stored == PREPARED:
+            for partition in dict.fromkeys(prompt.partition for prompt in prompts):
+                self._prepare([prompt for prompt in prompts if prompt.partition == partition])
+            return
         if self._stored == SHUFFLED:
             bodies = [(prompt.shuffled(self._page_size), prompt.partition) for prompt in prompts]
             size = self._batch_size([prompt.body for prompt in prompts])
@@ -197,6 +212,18 @@ class Session:
         with ThreadPoolExecutor(NUM_CALLS) as calls:
             for _ in calls.map(prime, batches):
                 pass
+
+    def _prepare(self, prompts: Sequence[Prompt]) -> None:
+        """Stores the chunks of prompts of one head, each behind its most similar ones."""
+        chunks = list(dict.fromkeys(chunk for prompt in prompts for chunk in prompt.chunks))
+        head, partition = prompts[0].head, self._salt + prompts[0].partition
+        names = ("texts", "prefix_text") if isinstance(head, str) else ("input_ids", "prefix_ids")
+        body = {names[0]: chunks, "neighbours": NUM_NEIGHBOURS, "extra_key": partition} | (
+            {names[1]: head} if head else {}
+        )
+        *_, summary = map(json.loads, self._client.lines("/chunk_cache/warm", body))
+        if summary["present"] < len(chunks):
+            raise SetupError(f"Only {summary['present']} of {len(chunks)} chunks could be prepared: {summary}")
 
     def _filler_for(self, prompts: Sequence[Prompt]) -> str | tuple[int, ...] | None:
         if self._stored != WARMED or not prompts:

@@ -96,8 +96,8 @@ def _parser() -> CommandParser:
     add(
         "--stored",
         choices=STORED,
-        help="how chunks are computed first: behind filler, as `warm` does; alone behind the system prompt; with the "
-        f"prompt's other chunks in another order (default: {WARMED}, with --alphas {SHUFFLED})",
+        help="how chunks are computed first: behind filler, as `warm` does; behind similar chunks; alone behind the "
+        f"system prompt; with the prompt's other chunks in another order (default: {WARMED}, with --alphas {SHUFFLED})",
     )
     add("--num", type=int, default=100, help="prompts, at most, spread over the file (default: %(default)s)")
     add("--max-new-tokens", type=int, default=32, metavar="NUM", help="of full prefill's answer (default: %(default)s)")

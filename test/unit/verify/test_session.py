@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -10,7 +12,7 @@ import pytest
 from chunk_cache_tools.conditions import REFERENCE, Condition, MethodSpec, grid, parse_method
 from chunk_cache_tools.verify.measurement import rows_of
 from chunk_cache_tools.verify.reply_log import Reply
-from chunk_cache_tools.verify.session import ALONE, SHUFFLED, Asking, Session, SetupError
+from chunk_cache_tools.verify.session import ALONE, PREPARED, SHUFFLED, Asking, Session, SetupError
 from chunk_cache_tools.verify.token_prompt import TokenPrompt
 
 PROMPT = TokenPrompt((9, 1, 2, 3, 4, 8), ((1, 3), (3, 5)))
@@ -37,6 +39,10 @@ class MadeUpClient:
         params = body["sampling_params"]
         outs = [self._out(ids, one, body) for ids, one in zip(body["input_ids"], params, strict=True)]
         return httpx.Response(200, json=outs)
+
+    def lines(self, path: str, body: dict[str, Any]) -> Iterator[str]:
+        self.bodies.append({"path": path, **body})
+        yield from ('{"stored": 2}', json.dumps({"summary": True, "present": self.change.get("present", 2)}))
 
     def _out(self, ids: list[int], params: dict[str, Any], body: dict[str, Any]) -> dict[str, Any]:
         request = params["custom_params"]["chunk_cache"]
@@ -161,3 +167,20 @@ def test_rows_count_what_a_method_computes_to_choose(method: str, rows: float) -
     assert rows_of(Condition(MethodSpec(method), 0.3), PROMPT, reply, num_layers=4) == pytest.approx(rows)
     full_reuse = Reply("p", method, 0.0, "x", 7, 106, 100, 0)
     assert rows_of(Condition(MethodSpec(method), 0.0), PROMPT, full_reuse, num_layers=4) == 0
+
+
+def test_prepared_chunks_are_warmed_behind_each_other_in_the_partition_of_the_run() -> None:
+    client = MadeUpClient()
+    ask(client, EPIC, PREPARED)
+    assert client.bodies[1] == {
+        "path": "/chunk_cache/warm",
+        "input_ids": [(1, 2), (3, 4)],
+        "prefix_ids": (9,),
+        "neighbours": 10,
+        "extra_key": f"salt-{PROMPT.partition}",
+    }
+
+
+def test_chunks_that_could_not_be_prepared_end_the_run() -> None:
+    with pytest.raises(SetupError, match="Only 1 of 2 chunks"):
+        ask(MadeUpClient(present=1), EPIC, PREPARED)
