@@ -217,10 +217,10 @@ class Session:
         """Stores the chunks of prompts of one head, each behind its most similar ones."""
         chunks = list(dict.fromkeys(chunk for prompt in prompts for chunk in prompt.chunks))
         head, partition = prompts[0].head, self._salt + prompts[0].partition
-        names = ("texts", "prefix_text") if isinstance(head, str) else ("input_ids", "prefix_ids")
-        body = {names[0]: chunks, "neighbours": NUM_NEIGHBOURS, "extra_key": partition} | (
-            {names[1]: head} if head else {}
-        )
+        of_chunks, of_head = ("texts", "prefix_text") if isinstance(head, str) else ("input_ids", "prefix_ids")
+        body = {of_chunks: chunks, "neighbours": NUM_NEIGHBOURS, "extra_key": partition}
+        if head:
+            body[of_head] = head
         *_, summary = map(json.loads, self._client.lines("/chunk_cache/warm", body))
         if summary["present"] < len(chunks):
             raise SetupError(f"Only {summary['present']} of {len(chunks)} chunks could be prepared: {summary}")
