@@ -24,7 +24,6 @@ that it had when it was stored:
 
 from __future__ import annotations
 
-import json
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -37,6 +36,7 @@ from chunk_cache_tools.conditions import REFERENCE, Condition
 from chunk_cache_tools.server_client import ServerClient
 from chunk_cache_tools.verify.distance import first_token_kl
 from chunk_cache_tools.verify.reply_log import Forced, Reply
+from chunk_cache_tools.warm.warm_server import warming
 
 NUM_CALLS = 2  # HTTP calls at a time: the server tokenizes one while it answers the other
 MAX_BATCH = 64  # prompts in one call
@@ -221,7 +221,7 @@ class Session:
         body = {of_chunks: chunks, "neighbours": NUM_NEIGHBOURS, "extra_key": partition}
         if head:
             body[of_head] = head
-        *_, summary = map(json.loads, self._client.lines("/chunk_cache/warm", body))
+        *_, summary = warming(self._client, body)
         if summary["present"] < len(chunks):
             raise SetupError(f"Only {summary['present']} of {len(chunks)} chunks could be prepared: {summary}")
 

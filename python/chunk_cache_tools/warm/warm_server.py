@@ -1,7 +1,7 @@
 """WarmServer: the requests of `chunk-cache warm` to a server with the chunk cache.
 
 Verbs: `epoch` (tells whether the server is still the same), `warm` (has chunks computed, streams the progress),
-`estimate` (dry run). All raise as `ServerClient.send`.
+`estimate` (dry run); `warming` reads the reply, for any client. All raise as `ServerClient.send`.
 """
 
 from __future__ import annotations
@@ -24,22 +24,23 @@ class WarmServer(ServerClient):
 
     def warm(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """Warms chunks; gives the lines of progress, without the summary."""
-        for line in self._progress(body):
-            if line.get("summary"):
-                return
-            yield line
+        return (line for line in warming(self, body) if not line.get("summary"))
 
     def estimate(self, body: dict[str, Any]) -> dict[str, Any]:
         """The summary of a dry run."""
-        return next(self._progress({**body, "dry_run": True}))
+        return next(warming(self, {**body, "dry_run": True}))
 
-    def _progress(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        for text in self.lines("/chunk_cache/warm", body):
-            try:
-                line = json.loads(text)
-            except json.JSONDecodeError:
-                break
-            if "error" in line:
-                raise self.refused(line["error"]["message"], "change what the message names")
-            yield line
-        raise ServerGone("the answer ended before its summary", "look into the server's log")
+
+def warming(client: ServerClient, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The lines of the reply to a request that warms chunks, of which the last is the summary."""
+    for text in client.lines("/chunk_cache/warm", body):
+        try:
+            line = json.loads(text)
+        except json.JSONDecodeError:
+            break
+        if "error" in line:
+            raise client.refused(line["error"]["message"], "change what the message names")
+        yield line
+        if line.get("summary"):
+            return
+    raise ServerGone("the answer ended before its summary", "look into the server's log")
