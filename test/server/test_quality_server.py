@@ -6,7 +6,7 @@ judged with QUALITY_GATE_MODEL=FOLDER.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
@@ -18,12 +18,13 @@ from benchmark.quality.conditions import (
     conditions_of,
 )
 from benchmark.quality.experiment import Experiment, table_of
+from benchmark.quality.prompts import Prompt
 from benchmark.quality.table import Row, tabulate
 from benchmark.quality.tasks import TaskOptions, synthetic_task
 
 from chunk_cache_tools.conditions import REFERENCE, Condition, MethodSpec
-from chunk_cache_tools.verify.reply_log import ReplyLog
-from chunk_cache_tools.verify.session import ALONE, PREPARED, Session, SetupError
+from chunk_cache_tools.verify.reply_log import Reply, ReplyLog
+from chunk_cache_tools.verify.session import ALONE, PREPARED, WARMED, Asking, Session, SetupError
 from server.conftest import TRAINED_MODEL as MODEL
 from server_fixture import Server
 
@@ -114,11 +115,18 @@ def test_recomputed_share_is_the_ratio(rows: list[Row]) -> None:
 ANSWER_PARAMS = {"temperature": 0.0, "custom_params": {"chunk_cache": {"mode": "off"}}}
 
 
+def referenced(
+    server: Server, asking: Asking, prompts: Sequence[Prompt], stored: str = WARMED
+) -> tuple[Session, dict[str, Reply]]:
+    """A session, and its full prefills by the keys of the prompts."""
+    session = Session(server.client, asking, stored)
+    return session, {reply.prompt: reply for replies in session.ask_reference(prompts) for reply in replies}
+
+
 def test_chunks_that_were_not_primed_are_noticed(trained_server: Server) -> None:
     task = synthetic_task("needle", TaskOptions(num=2))
     prompts = task.prompts()
-    session = Session(trained_server.client, task.asking)
-    references = {reply.prompt: reply for replies in session.ask_reference(prompts) for reply in replies}
+    session, references = referenced(trained_server, task.asking, prompts)
     asks = [(prompt, Condition(RANDOM, 0.5)) for prompt in prompts]
     with pytest.raises(SetupError, match=r"was not reused but miss \(not_stored\) with random, ratio 0\.5"):
         list(session.ask(asks, references))
@@ -130,8 +138,7 @@ def test_reference_leaves_nothing_behind_that_helps(trained_server: Server) -> N
     """After the references the caches are empty: a primed prompt has its system prompt and first chunk as prefix."""
     task = synthetic_task("needle", TaskOptions(num=3))
     prompts = task.prompts()
-    session = Session(trained_server.client, task.asking, ALONE)
-    references = {reply.prompt: reply for replies in session.ask_reference(prompts) for reply in replies}
+    session, references = referenced(trained_server, task.asking, prompts, ALONE)
     session.prime(prompts)
     asks = [(prompt, Condition(FULL_REUSE, 0.0)) for prompt in prompts]
     for _ in range(2):
@@ -144,8 +151,7 @@ def test_reference_leaves_nothing_behind_that_helps(trained_server: Server) -> N
 def test_prepared_chunks_stand_behind_similar_ones_when_they_are_asked_for(trained_server: Server) -> None:
     task = synthetic_task("needle", TaskOptions(num=2))
     prompts = task.prompts()
-    session = Session(trained_server.client, task.asking, PREPARED)
-    references = {reply.prompt: reply for replies in session.ask_reference(prompts) for reply in replies}
+    session, references = referenced(trained_server, task.asking, prompts, PREPARED)
     session.prime(prompts)
     listed = trained_server.client.ask("GET", "/chunk_cache/variants?limit=1000")["variants"]
     behind_similar = {variant["key"] for variant in listed if variant["neighbours"]}
@@ -158,8 +164,7 @@ def test_likelihood_of_given_answers(trained_server: Server) -> None:
     """The reference's own answer is as likely as when generated; ratio 1 loses nothing, reuse of `carry` does."""
     task = synthetic_task("carry", TaskOptions(num=12))
     prompts = task.prompts()
-    session = Session(trained_server.client, replace(task.asking, likelihood=True))
-    references = {reply.prompt: reply for replies in session.ask_reference(prompts) for reply in replies}
+    session, references = referenced(trained_server, replace(task.asking, likelihood=True), prompts)
     for prompt in prompts:
         body = {
             "text": prompt.text,
