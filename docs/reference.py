@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, fields
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints
 
 from prometheus_client import REGISTRY
 
@@ -135,7 +135,8 @@ def _seldom() -> Iterator[Sequence[str]]:
 
 def _is_mapping(hint: Any) -> bool:
     """Whether a field is a tuple of (name, value), which stands for an object of JSON."""
-    return get_args(get_args(hint)[0])[:1] == (str,)
+    inner = get_args(hint)[0]
+    return get_origin(inner) is tuple and get_args(inner)[0] is str
 
 
 def _shown(value: object) -> str:

@@ -1,6 +1,6 @@
 """Results: what was measured and what to do about it, as lines for a terminal, a page and a CSV.
 
-- `Findings` holds all of it; `sentences` words the verdict, `flags_of` and `request_of` say how to serve and to ask.
+- `Findings` holds all of it; `sentences` words the verdict, `flags_of` and `config_of` say how to serve it.
 - `write_results` writes `verify.md`, `verify.csv`, the plot and the flags.
 """
 
@@ -23,6 +23,7 @@ from chunk_cache_tools.verify.fit import Check
 from chunk_cache_tools.verify.recommendation import CONFIDENCE, MAX_ROWS, Judged, Outcome, Verdict
 
 NAME = "verify"
+FLAGS_FILE, CONFIG_FILE = "flags.txt", "chunk_cache.json"  # of the recommended condition
 HEADER = (
     "method",
     "budget",
@@ -161,33 +162,20 @@ def sentences(findings: Findings) -> list[str]:
 def config_of(condition: Condition) -> dict[str, Any]:
     """The object of `--chunk-cache-config` that serves a condition."""
     assert condition.method is not None
-    return {} if condition.method.alpha is None else {ALPHA.name: condition.method.alpha}
+    options = {name: value for name, value in condition.method.options if name != ALPHA.name}
+    alpha = condition.method.alpha
+    return {**({} if alpha is None else {ALPHA.name: alpha}), **({"options": options} if options else {})}
 
 
-def flags_of(condition: Condition) -> str:
-    """The flags of `launch_server` that serve a condition, quoted for a shell."""
+def flags_of(condition: Condition, folder: Path) -> str:
+    """The flags of `launch_server` that serve a condition, for a shell; what has no flag is in a file of `folder`."""
     assert condition.method is not None
     flags = ["--chunk-cache", "--chunk-cache-method", condition.method.method]
     if condition.ratio is not None:
         flags += ["--chunk-cache-ratio", f"{condition.ratio:g}"]
-    config = config_of(condition)
-    return shlex.join([*flags, *(("--chunk-cache-config", json.dumps(config)) if config else ())])
-
-
-def request_of(condition: Condition) -> dict[str, Any] | None:
-    """The object that each request must carry, as a method's options have no flags; None if the method has none."""
-    assert condition.method is not None
-    options = {name: value for name, value in condition.method.options if name != ALPHA.name}
-    return condition.request if options else None
-
-
-def served_with(condition: Condition) -> list[str]:
-    """Lines that say how to serve a condition."""
-    lines = [f"Serve with: {flags_of(condition)}"]
-    request = request_of(condition)
-    if request is not None:
-        lines.append(f"and send with each request: custom_params.chunk_cache = {json.dumps(request)}")
-    return lines
+    if config_of(condition):
+        flags += ["--chunk-cache-config", f"@{folder / CONFIG_FILE}"]
+    return shlex.join(flags)
 
 
 def text_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
@@ -207,19 +195,19 @@ def check_lines(checks: Sequence[Check]) -> list[str]:
 
 
 def write_results(folder: Path, findings: Findings) -> list[Path]:
-    """Writes page, CSV and, if a condition is recommended, `flags.txt` and `chunk_cache.json`; returns their paths."""
+    """Writes page, CSV and, if a condition is recommended, their flags and configuration; returns their paths."""
     folder.mkdir(parents=True, exist_ok=True)
     header, rows = rows_of_table(findings)
     page, table = folder / f"{NAME}.md", folder / f"{NAME}.csv"
     lines = [f"# Reuse of chunks: {findings.verdict.outcome}", "", *sentences(findings), ""]
-    flags, config = folder / "flags.txt", folder / "chunk_cache.json"
+    flags, config = folder / FLAGS_FILE, folder / CONFIG_FILE
     for old in (flags, config):  # from an earlier run
         old.unlink(missing_ok=True)
     written = [page, table]
     if findings.verdict.chosen is not None:
         condition = findings.verdict.chosen.measured.condition
-        lines += ["```", *served_with(condition), "```", ""]
-        flags.write_text(flags_of(condition) + "\n", encoding="utf-8")
+        lines += ["```", f"Serve with: {flags_of(condition, folder)}", "```", ""]
+        flags.write_text(flags_of(condition, folder) + "\n", encoding="utf-8")
         config.write_text(json.dumps(config_of(condition)) + "\n", encoding="utf-8")
         written += [flags, config]
     lines += [f"- {name}: {text}" for name, text in findings.about.items()]
@@ -238,14 +226,13 @@ def write_results(folder: Path, findings: Findings) -> list[Path]:
     return written
 
 
-def as_json(findings: Findings) -> dict[str, Any]:
-    """Everything that was found, as plain JSON values."""
+def as_json(findings: Findings, folder: Path) -> dict[str, Any]:
+    """Everything that was found, as plain JSON values; `folder` as of `flags_of`."""
     chosen = findings.verdict.chosen
     condition = None if chosen is None else chosen.measured.condition
     return {
         "outcome": findings.verdict.outcome,
-        "flags": None if condition is None else flags_of(condition),
-        "request": None if condition is None else request_of(condition),
+        "flags": None if condition is None else flags_of(condition, folder),
         "more_prompts": findings.verdict.num_more,
         "target": findings.target,
         "about": findings.about,

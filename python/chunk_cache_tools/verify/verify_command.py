@@ -42,13 +42,13 @@ from chunk_cache_tools.verify.results import (
     Findings,
     as_json,
     check_lines,
+    flags_of,
     rows_of_table,
     sentences,
-    served_with,
     text_table,
     write_results,
 )
-from chunk_cache_tools.verify.session import SHUFFLED, STORED, WARMED, Asking, Session, SetupError
+from chunk_cache_tools.verify.session import ALONE, PREPARED, SHUFFLED, STORED, WARMED, Asking, Session, SetupError
 from chunk_cache_tools.verify.token_prompt import TokenPrompt
 from chunk_cache_tools.verify.workload import Workload, generate_prompts, pick, read_prompts
 
@@ -96,8 +96,9 @@ def _parser() -> CommandParser:
     add(
         "--stored",
         choices=STORED,
-        help="how chunks are computed first: behind filler, as `warm` does; behind similar chunks; alone behind the "
-        f"system prompt; with the prompt's other chunks in another order (default: {WARMED}, with --alphas {SHUFFLED})",
+        help=f"how chunks are computed first. {WARMED}: behind filler, as `warm` does; {PREPARED}: behind similar "
+        f"chunks; {ALONE}: behind the system prompt; {SHUFFLED}: by an earlier prompt that has them in another order "
+        f"(default: {WARMED}, with --alphas {SHUFFLED})",
     )
     add("--num", type=int, default=100, help="prompts, at most, spread over the file (default: %(default)s)")
     add("--max-new-tokens", type=int, default=32, metavar="NUM", help="of full prefill's answer (default: %(default)s)")
@@ -333,11 +334,11 @@ def _report(
     }
     findings = Findings(about, checks, args.target, judged, verdict)
     if args.json:
-        print(json.dumps(as_json(findings), indent=2))
+        print(json.dumps(as_json(findings, args.out), indent=2))
     else:
         print("\n" + "\n".join([*text_table(*rows_of_table(findings)), "", *sentences(findings)]))
         if verdict.chosen is not None:
-            print("\n".join(served_with(verdict.chosen.measured.condition)))
+            print(f"Serve with: {flags_of(verdict.chosen.measured.condition, args.out)}")
     written = write_results(args.out, findings)
     if importlib.util.find_spec("matplotlib") is None:
         print("No plot: matplotlib is not installed; run `pip install matplotlib`.", file=sys.stderr)

@@ -118,6 +118,8 @@ class Admin:
                 "separator": args.separator,
                 "marks": args.marks,
                 "parts": args.parts,
+                "discover": args.discover,
+                "selector_model": args.selector,
                 "target": args.target,
                 **jsonable_encoder(describe(args.parsed_config)),
             },

@@ -65,9 +65,9 @@ def unit_cfo(
     """CFO at alpha 1, in [0, 1], of KV that was computed behind `context` and is used behind another.
 
     All in one pass, since it is called for every variant of every chunk of every prompt. Two things differ from the
-    paper's equations: `NEAREST`, and KV that was computed alone costs 1 behind anything (by the equations 0.5), since
-    it loses most (`docs/variants.md`). beta does not depend on the order; a chunk that stands in a context more than
-    once counts where it stands first.
+    paper's equations: `NEAREST`, and KV that was computed alone, of which they say nothing (beta is 0/0), costs 1
+    behind anything, since it loses most (`docs/variants.md`). beta does not depend on the order; a chunk that stands in a
+    context more than once counts where it stands first.
 
     Args:
         place: `first_places` of the new context.

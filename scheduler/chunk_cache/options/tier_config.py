@@ -149,10 +149,10 @@ class TierConfig:
     """Store for several machines: `redis://host:port/db` of a Redis or Valkey server, `mooncake://host:port` of a
     Mooncake master."""
     write: str = field(default="through", metadata={"parse": _one_of(WRITES)})
-    """When a chunk is written down: one of `WRITES`, as soon as it is computed or before it is evicted."""
+    """When a chunk is written down. `through`: as soon as it is computed; `evict`: before it is evicted."""
     loading: str = field(default="prefetch", metadata={"parse": _one_of(LOADINGS)})
-    """When a chunk is brought up: one of `LOADINGS`, while its request waits, also while its forward runs, or at once
-    while everything waits."""
+    """When a chunk is brought up. `prefetch`: while its request waits; `layerwise`: its later layers while the forward
+    runs; `sync`: at once, and all requests wait."""
     max_variants_per_chunk: int = field(default=2, metadata={"parse": _integer})
     """Variants of one chunk that each tier keeps."""
     timeout_s: float = field(default=30.0, metadata={"parse": parse_seconds})

@@ -5,26 +5,20 @@ from __future__ import annotations
 import csv
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from chunk_cache.options.config import parse_config
-from chunk_cache_tools.conditions import Condition, MethodSpec, parse_method
+from chunk_cache_tools.conditions import Condition, parse_method
 from chunk_cache_tools.verify.fit import Check
 from chunk_cache_tools.verify.plot import draw
 from chunk_cache_tools.verify.recommendation import Measured, judge, recommend
-from chunk_cache_tools.verify.results import (
-    Findings,
-    as_json,
-    config_of,
-    flags_of,
-    request_of,
-    sentences,
-    write_results,
-)
+from chunk_cache_tools.verify.results import Findings, as_json, sentences, write_results
 from chunk_cache_tools.verify.verify_command import conditions_of, main, parse_args
 
+OUT = Path("out")
 FITS = [Check("ratio 1.0 equals a full prefill", True, "log-probabilities differ by at most 1e-6")]
 
 
@@ -150,11 +144,11 @@ def test_a_pass_by_too_few_prompts_reads_as_a_pass() -> None:
 
 
 def test_what_was_found_is_json() -> None:
-    found = json.loads(json.dumps(as_json(findings_of({"epic@0.15": 0.2, "epic@0.3": 0.01}))))
-    assert (found["outcome"], found["request"]) == ("reuse", None)
+    found = json.loads(json.dumps(as_json(findings_of({"epic@0.15": 0.2, "epic@0.3": 0.01}), OUT)))
+    assert found["outcome"] == "reuse"
     assert found["flags"] == "--chunk-cache --chunk-cache-method epic --chunk-cache-ratio 0.3"
     assert [(row["ratio"], row["holds"]) for row in found["conditions"]] == [(0.15, False), (0.3, True)]
-    assert json.loads(json.dumps(as_json(findings_of({"epic@0.5": 0.0}, num=1)), allow_nan=False))["flags"] is None
+    assert json.loads(json.dumps(as_json(findings_of({"epic@0.5": 0.0}, num=1), OUT), allow_nan=False))["flags"] is None
 
 
 def test_a_server_may_be_named_as_everywhere() -> None:
@@ -168,15 +162,15 @@ def test_luck_is_told() -> None:
     assert line.startswith("Passed over: epic at ratio 0.15 would hold alone")
 
 
-def test_alpha_is_served_by_the_configuration() -> None:
-    condition = Condition(MethodSpec("cache-craft", (("alpha", 1.5),)))
-    config = '{"alpha": 1.5}'
-    served = f"--chunk-cache --chunk-cache-method cache-craft --chunk-cache-config '{config}'"
-    assert flags_of(condition) == served
-    assert parse_config(json.loads(json.dumps(config_of(condition)))).alpha == 1.5
-    assert request_of(condition) is None
-
-
-def test_options_that_are_no_flags_are_told_to_be_sent() -> None:
-    condition = Condition(parse_method("epic:group_size=8"), 0.3)
-    assert request_of(condition) == {"method": "epic", "ratio": 0.3, "options": {"group_size": 8}}
+@pytest.mark.parametrize(
+    ("chosen", "config"),
+    [("cache-craft:alpha=1.5", {"alpha": 1.5}), ("epic:group_size=8@0.3", {"options": {"group_size": 8}})],
+)
+def test_what_has_no_flag_is_served_from_a_file(chosen: str, config: dict[str, Any], tmp_path: Path) -> None:
+    """The flags are words without quotes, so that `$(cat flags.txt)` passes them on as they are."""
+    write_results(tmp_path, findings_of({chosen: 0.0}))
+    words = (tmp_path / "flags.txt").read_text().split()
+    assert words[-2:] == ["--chunk-cache-config", f"@{tmp_path}/chunk_cache.json"]
+    found = json.loads((tmp_path / "chunk_cache.json").read_text())
+    assert found == config
+    parse_config(found)
