@@ -66,8 +66,8 @@ def unit_cfo(
 
     All in one pass, since it is called for every variant of every chunk of every prompt. Two things differ from the
     paper's equations: `NEAREST`, and KV that was computed alone, of which they say nothing (beta is 0/0), costs 1
-    behind anything, since it loses most (`docs/variants.md`). beta does not depend on the order; a chunk that stands in a
-    context more than once counts where it stands first.
+    behind anything, since it loses most (`docs/variants.md`). beta does not depend on the order; a chunk that stands
+    in a context more than once counts where it stands first.
 
     Args:
         place: `first_places` of the new context.
