@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from chunk_cache.methods import METHODS, METHODS_OF_ANY_SERVER
-from chunk_cache.methods.method_options import ALPHA
 from chunk_cache_tools.conditions import Condition, MethodSpec, grid
 from chunk_cache_tools.jsonl import DataError
 
@@ -44,13 +43,11 @@ def conditions_of(methods: Iterable[MethodSpec], ratios: Sequence[float]) -> lis
     """All methods x ratios, without conditions that equal another.
 
     Raises:
-        DataError: a method has an `alpha`, which replaces the ratio.
+        DataError: a method has an option that replaces the ratio.
     """
     methods = list(methods)
     for spec in methods:
-        if spec.alpha is not None:
-            raise DataError(
-                f"--methods: {spec.label} cannot be asked by ratio; leave {ALPHA.name} out, or ask by alpha with "
-                "chunk-cache verify --alphas."
-            )
+        if spec.budget is not None:
+            remedy = f"leave {spec.budget} out, or name the method to chunk-cache verify"
+            raise DataError(f"--methods: {spec.label} cannot be asked by ratio; {remedy}.")
     return grid(methods, ratios)

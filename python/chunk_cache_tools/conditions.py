@@ -16,7 +16,7 @@ from typing import Any
 
 from chunk_cache.errors import ChunkCacheRequestError, request_error, show
 from chunk_cache.methods import METHODS, Options, OptionValue, find_method
-from chunk_cache.methods.method_options import ALPHA, FOCUS_WINDOW, GROUP_SIZE, value_of
+from chunk_cache.methods.method_options import ALPHA, BUDGETS, FOCUS_WINDOW, GROUP_SIZE, value_of
 from chunk_cache_tools.jsonl import DataError
 
 REFERENCE_LABEL = "off"
@@ -60,10 +60,16 @@ class MethodSpec:
         value = dict(self.options).get(ALPHA.name)
         return value if isinstance(value, float) else None
 
+    @property
+    def budget(self) -> str | None:
+        """The option that says how much is recomputed in the ratio's place, alpha or ends; None if the ratio does."""
+        given = dict(self.options)
+        return next((option.name for option in BUDGETS if given.get(option.name)), None)
+
 
 @dataclass(frozen=True)
 class Condition:
-    """A method and a ratio; both are None for the reference, the ratio also if the method's `alpha` replaces it."""
+    """A method and a ratio; both are None for the reference, the ratio also if the method's `budget` replaces it."""
 
     method: MethodSpec | None
     ratio: float | None = None
@@ -77,7 +83,7 @@ class Condition:
         """The object `custom_params.chunk_cache` of the request."""
         if self.method is None:
             return {"mode": "off"}
-        ratio = {} if self.ratio is None else {"ratio": self.ratio}  # the server refuses a ratio beside alpha
+        ratio = {} if self.ratio is None else {"ratio": self.ratio}  # the server refuses two budgets
         options = {"options": dict(self.method.options)} if self.method.options else {}
         kept = {} if self.method.keep_tokens is None else {KEEP_TOKENS: self.method.keep_tokens}
         return {"method": self.method.method, **ratio, **options, **kept}
@@ -149,7 +155,7 @@ def check_likelihood(methods: Iterable[MethodSpec]) -> None:
 
 
 def grid(methods: Iterable[MethodSpec], ratios: Iterable[float]) -> list[Condition]:
-    """All pairs of a method and a ratio, without duplicates; a method with an `alpha` gets no ratio.
+    """All pairs of a method and a ratio, without duplicates; a method with another `budget` gets no ratio.
 
     Raises:
         DataError: a method names its own ratio.
@@ -160,7 +166,7 @@ def grid(methods: Iterable[MethodSpec], ratios: Iterable[float]) -> list[Conditi
         if spec.ratio is not None:
             raise DataError(f"{FLAG}: all are asked at the same ratios, {spec.label!r} too; give it to --ratios.")
         for ratio in ratios:
-            effective = None if spec.alpha else METHODS[spec.method].effective_ratio(ratio, ratio)
+            effective = None if spec.budget else METHODS[spec.method].effective_ratio(ratio, ratio)
             found[Condition(spec, effective)] = None
     return list(found)
 

@@ -172,9 +172,9 @@ def needed(losses: Floats, target: float, level: float) -> int:
 
 
 def family_of(condition: Condition) -> str:
-    """Name of a condition's family: conditions that differ only in their budget, which is the ratio or alpha."""
+    """Name of a condition's family: conditions that differ only in their budget, the ratio, alpha or ends."""
     assert condition.method is not None, "the reference is not judged"
     options: Mapping[str, object] = dict(condition.method.options)
-    by = "alpha" if condition.method.alpha else "ratio"
-    others = sorted((name, value) for name, value in options.items() if name != "alpha")
+    by = condition.method.budget or "ratio"
+    others = sorted((name, value) for name, value in options.items() if name != condition.method.budget)
     return f"{condition.method.method} by {by} {others}"

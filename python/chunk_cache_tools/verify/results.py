@@ -17,7 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from chunk_cache.methods.method_options import ALPHA
+from chunk_cache.methods import METHODS
+from chunk_cache.methods.method_options import ALPHA, GROUP_SIZE, GROUP_THRESHOLD
 from chunk_cache_tools.conditions import Condition
 from chunk_cache_tools.verify.fit import Check
 from chunk_cache_tools.verify.recommendation import CONFIDENCE, MAX_ROWS, Judged, Outcome, Verdict
@@ -56,18 +57,17 @@ class Findings:
 
 
 def budget_of(condition: Condition) -> str:
-    """`ratio 0.3` or `alpha 1.5`."""
+    """`ratio 0.3`, `alpha 1.5` or `ends 20`."""
     assert condition.method is not None
-    alpha = condition.method.alpha
-    return f"ratio {condition.ratio:g}" if alpha is None else f"alpha {alpha:g}"
+    budget = condition.method.budget
+    return f"ratio {condition.ratio:g}" if budget is None else f"{budget} {dict(condition.method.options)[budget]}"
 
 
 def name_of(condition: Condition) -> str:
-    """The method with its options, but without alpha, which is a budget."""
+    """The method with its options, but without its budget."""
     assert condition.method is not None
-    if condition.method.alpha is None:
-        return condition.label
-    others = [(name, value) for name, value in condition.method.options if name != ALPHA.name]
+    budget = condition.method.budget
+    others = [(name, value) for name, value in condition.method.options if name != budget]
     return type(condition.method)(condition.method.method, tuple(others)).label
 
 
@@ -163,6 +163,9 @@ def config_of(condition: Condition) -> dict[str, Any]:
     """The object of `--chunk-cache-config` that serves a condition."""
     assert condition.method is not None
     options = {name: value for name, value in condition.method.options if name != ALPHA.name}
+    if GROUP_THRESHOLD.name in options:  # alone it counts for the windows that this method has by default
+        default = METHODS[condition.method.method].option((), GROUP_SIZE.name)
+        options = {GROUP_SIZE.name: default, **options}
     alpha = condition.method.alpha
     return {**({} if alpha is None else {ALPHA.name: alpha}), **({"options": options} if options else {})}
 
@@ -174,7 +177,7 @@ def flags_of(condition: Condition, folder: Path) -> str:
     if condition.ratio is not None:
         flags += ["--chunk-cache-ratio", f"{condition.ratio:g}"]
     if config_of(condition):
-        flags += ["--chunk-cache-config", f"@{folder / CONFIG_FILE}"]
+        flags += ["--chunk-cache-config", f"@{folder.resolve() / CONFIG_FILE}"]
     return shlex.join(flags)
 
 
@@ -208,8 +211,10 @@ def write_results(folder: Path, findings: Findings) -> list[Path]:
         condition = findings.verdict.chosen.measured.condition
         lines += ["```", f"Serve with: {flags_of(condition, folder)}", "```", ""]
         flags.write_text(flags_of(condition, folder) + "\n", encoding="utf-8")
-        config.write_text(json.dumps(config_of(condition)) + "\n", encoding="utf-8")
-        written += [flags, config]
+        written.append(flags)
+        if config_of(condition):
+            config.write_text(json.dumps(config_of(condition)) + "\n", encoding="utf-8")
+            written.append(config)
     lines += [f"- {name}: {text}" for name, text in findings.about.items()]
     lines += [f"- {check.statement}: {check.numbers}" for check in findings.checks]
     lines += ["", f"![nats lost over rows computed]({NAME}.png)", ""]

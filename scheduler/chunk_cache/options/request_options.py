@@ -48,7 +48,7 @@ class RequestOptions:
     ratio: float | None = None
     """Share of the tokens of reused chunks that is computed again, 0 to 1."""
     options: Options = ()
-    """The method's own parameters by name, such as `{"drift": 0.5}`; sorted."""
+    """The method's own parameters by name, such as `{"drift": 0.5}`."""
     explain: bool = False
     """Whether the reply shows the plan as a table, and more about every chunk."""
     answer_tokens: int = 0

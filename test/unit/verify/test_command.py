@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -102,9 +103,7 @@ def test_a_recommendation_is_written_with_its_flags(tmp_path: Path) -> None:
     assert sentences(findings)[0].startswith("Reuse: epic at ratio 0.3. It computes 35 % of the rows")
     write_results(tmp_path, findings)
     draw(tmp_path / "verify.png", findings)
-    assert {path.name for path in tmp_path.iterdir()} == {
-        *("verify.md", "verify.csv", "verify.png", "flags.txt", "chunk_cache.json")
-    }
+    assert {path.name for path in tmp_path.iterdir()} == {*("verify.md", "verify.csv", "verify.png", "flags.txt")}
     flags = "--chunk-cache --chunk-cache-method epic --chunk-cache-ratio 0.3"
     assert (tmp_path / "flags.txt").read_text() == flags + "\n"
     page = (tmp_path / "verify.md").read_text()
@@ -163,14 +162,25 @@ def test_luck_is_told() -> None:
 
 
 @pytest.mark.parametrize(
-    ("chosen", "config"),
-    [("cache-craft:alpha=1.5", {"alpha": 1.5}), ("epic:group_size=8@0.3", {"options": {"group_size": 8}})],
+    ("chosen", "ratio", "config"),
+    [
+        ("cache-craft:alpha=1.5", None, {"alpha": 1.5}),
+        ("lego-link:ends=20", None, {"options": {"ends": 20}}),
+        ("epic:group_size=8", 0.3, {"options": {"group_size": 8}}),
+        ("cacheclip:group_threshold=5", 0.3, {"options": {"group_size": 8, "group_threshold": 5}}),
+        ("cacheblend:deviation=v", 0.3, {"options": {"deviation": "v"}}),
+    ],
 )
-def test_what_has_no_flag_is_served_from_a_file(chosen: str, config: dict[str, Any], tmp_path: Path) -> None:
-    """The flags are words without quotes, so that `$(cat flags.txt)` passes them on as they are."""
-    write_results(tmp_path, findings_of({chosen: 0.0}))
-    words = (tmp_path / "flags.txt").read_text().split()
-    assert words[-2:] == ["--chunk-cache-config", f"@{tmp_path}/chunk_cache.json"]
-    found = json.loads((tmp_path / "chunk_cache.json").read_text())
+def test_what_has_no_flag_is_served_from_a_file(
+    chosen: str, ratio: float | None, config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The flags name it from any folder, and a server takes what is in it."""
+    monkeypatch.chdir(tmp_path)
+    assert conditions_of(parse_args(["m", "p", "--methods", chosen, "--ratios", "0.3"])[0])[0].ratio == ratio
+    write_results(Path("my results"), findings_of({chosen if ratio is None else f"{chosen}@{ratio}": 0.0}))
+    words = shlex.split(Path("my results/flags.txt").read_text())
+    assert words[-2:] == ["--chunk-cache-config", f"@{tmp_path}/my results/chunk_cache.json"]
+    found = json.loads(Path("my results/chunk_cache.json").read_text())
     assert found == config
-    parse_config(found)
+    parsed = parse_config(found)
+    assert (parsed.alpha, dict(parsed.options)) == (config.get("alpha"), config.get("options", {}))
