@@ -311,6 +311,7 @@ def test_stats_names_the_options(admin, schedulers):
     stats = ask("GET", "stats").json()
     assert stats["ranks"] == [{"dp_rank": 0, "tp_rank": 0}]
     assert stats["config"]["method"] == "near-words"
+    assert stats["config"]["discover"] is False
     assert stats["config"]["max_variants_per_chunk"] == 8
     assert stats["host"]["total_bytes"] >= stats["host"]["available_bytes"] > 0
     assert json.dumps(stats)

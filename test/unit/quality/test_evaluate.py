@@ -28,7 +28,7 @@ def model(tmp_path: Path) -> Path:
         (["--methods", "best"], "--methods best: unknown method 'best'"),
         (
             ["--methods", "cache-craft:alpha=1"],
-            "leave alpha out, or ask by alpha with chunk-cache verify --alphas",
+            "leave alpha out, or name the method to chunk-cache verify",
         ),
         (["--families", "carry", "cary"], "--families: no family 'cary'; choose from needle"),
         (["--tasks", "squad"], "--tasks: 'squad' is not one of synthetic, ruler, longbench:FILE,"),
