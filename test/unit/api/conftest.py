@@ -146,6 +146,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     publish(server_args, role="tokenizer")
     port_args = PortArgs.init_new(server_args)
     manager, templates = init_tokenizer_manager(server_args, port_args)
+    manager.create_abort_task = lambda obj: None  # SGLang's takes two seconds behind each stream
     http_server.set_global_state(
         http_server._GlobalState(tokenizer_manager=manager, template_manager=templates, scheduler_info={})
     )
