@@ -36,6 +36,13 @@ SHARES_NOTHING = ("test_stress.py",)  # each test has a scheduler of its own
 # Long, and beside others of `make test` that cover most of the same: as those marked `all`.
 LONG = (
     *("server/test_quality_server.py", "exactness/test_simulator_agrees.py"),
+    *("server/test_images_server.py", "server/test_serving_client.py", "server/test_gate_server.py"),
+    *(f"server/test_states_server.py::test_{name}" for name in ("passages_from_disk", "what_has_left_host_memory")),
+    "exactness/test_dp_attention.py::test_equals_stock[page1-tp2-whole-dp2-overlap-qwen3",
+    "exactness/test_together.py::test_mixed_batches[page1-tp2",
+    *(f"exactness/test_stress.py::test_{name}[page1-tp1-whole-overlap-deepseek_v2"
+      for name in ("random_requests_under_pressure", "case_22_retraction")),
+    "exactness/test_speculation.py::test_equals_stock[page16-tp1-chunked64-normal-llama-self-drafts",
     "exactness/test_ratio_one.py::test_equals_stock[page1-tp2-chunked64-normal-pythoncore-typed",
     "exactness/test_ratio_one.py::test_equals_stock[page1-tp1-whole-normal-pythoncore",
     "exactness/test_speculation.py::test_answers_that_are_drafted_equal_stock",
@@ -44,13 +51,17 @@ LONG = (
     "exactness/test_kept_tokens.py::test_all_packed_equals_stock_on_other_models",
     *("exactness/test_fp8.py::test_moved_keys", "exactness/test_fp8.py::test_methods_lose_no_more"),
     "exactness/test_gate.py::test_it_finds_what_requests_find[page16",
-    *(f"exactness/test_model_check.py::test_a_wrong_layer_is_named[{how}]" for how in ("score_mod", "interleaved")),
+    *(f"exactness/test_model_check.py::test_a_wrong_layer_is_named[{how}]"
+      for how in ("score_mod", "interleaved", "another_base")),
+    *(f"exactness/test_model_check.py::test_what_the_check_would_find_if_ours_were_broken[{how}"
+      for how in ("columns_that_stay", "positions_that_are_shared", "rows_of_the_decoder")),
     *(f"exactness/test_model_check.py::test_a_text_of_a_model_that_sees_images_is_no_difference[{kind}]"
       for kind in ("mistral3", "kimi_k25", "qwen2_5_vl")),
     "exactness/test_model_check.py::test_a_decoder_may_be_called_by_keyword",
     "exactness/test_maintenance.py::test_a_popular_variant_is_promoted_and_its_path_goes[options1",
     "exactness/test_adversarial.py::test_retracted_requests_under_cache_aware_policies",
-    "unit/selector/test_client.py::test_a_process_that_cannot",
+    *(f"unit/selector/test_client.py::test_a_{name}"
+      for name in ("process_that_cannot", "process_that_is_stopped", "passage_that_is_evicted_everywhere")),
     "unit/api/test_starts.py::test_model_that_is_refused_once_it_is_loaded[--skip-tokenizer-init",
     "unit/kernels/test_triton.py::test_in_the_interpreter[sparse_extend",
     *(f"unit/kernels/test_budgets.py::test_no_spills_and_tensor_cores[{arch}-32/8 heads x 128, bfloat16]"
