@@ -16,7 +16,7 @@ from typing import Any
 
 from chunk_cache.errors import ChunkCacheRequestError, request_error, show
 from chunk_cache.methods import METHODS, Options, OptionValue, find_method
-from chunk_cache.methods.method_options import ALPHA, BUDGETS, FOCUS_WINDOW, GROUP_SIZE, value_of
+from chunk_cache.methods.method_options import FOCUS_WINDOW, GROUP_SIZE, budget_in, value_of
 from chunk_cache_tools.jsonl import DataError
 
 REFERENCE_LABEL = "off"
@@ -55,16 +55,9 @@ class MethodSpec:
         return any(name in (GROUP_SIZE.name, FOCUS_WINDOW.name) for name, _ in self.options)
 
     @property
-    def alpha(self) -> float | None:
-        """Cache-Craft's alpha, which replaces the ratio; None if it is not set."""
-        value = dict(self.options).get(ALPHA.name)
-        return value if isinstance(value, float) else None
-
-    @property
     def budget(self) -> str | None:
         """The option that says how much is recomputed in the ratio's place, alpha or ends; None if the ratio does."""
-        given = dict(self.options)
-        return next((option.name for option in BUDGETS if given.get(option.name)), None)
+        return budget_in(self.options)
 
 
 @dataclass(frozen=True)

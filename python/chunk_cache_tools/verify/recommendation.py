@@ -16,7 +16,7 @@ are chosen so that the recommendation as a whole is wrong with a probability of 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from statistics import NormalDist
@@ -174,7 +174,6 @@ def needed(losses: Floats, target: float, level: float) -> int:
 def family_of(condition: Condition) -> str:
     """Name of a condition's family: conditions that differ only in their budget, the ratio, alpha or ends."""
     assert condition.method is not None, "the reference is not judged"
-    options: Mapping[str, object] = dict(condition.method.options)
-    by = condition.method.budget or "ratio"
-    others = sorted((name, value) for name, value in options.items() if name != condition.method.budget)
-    return f"{condition.method.method} by {by} {others}"
+    budget = condition.method.budget
+    others = sorted((name, value) for name, value in condition.method.options if name != budget)
+    return f"{condition.method.method} by {budget or 'ratio'} {others}"

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from chunk_cache.methods import METHODS
-from chunk_cache.methods.method_options import ALPHA, GROUP_SIZE, GROUP_THRESHOLD
+from chunk_cache.methods.method_options import ALPHA, BUDGETS, GROUP_SIZE, GROUP_THRESHOLD
 from chunk_cache_tools.conditions import Condition
 from chunk_cache_tools.verify.fit import Check
 from chunk_cache_tools.verify.recommendation import CONFIDENCE, MAX_ROWS, Judged, Outcome, Verdict
@@ -162,11 +162,11 @@ def sentences(findings: Findings) -> list[str]:
 def config_of(condition: Condition) -> dict[str, Any]:
     """The object of `--chunk-cache-config` that serves a condition."""
     assert condition.method is not None
-    options = {name: value for name, value in condition.method.options if name != ALPHA.name}
+    options = dict(condition.method.options)
+    alpha = options.pop(ALPHA.name, None)
     if GROUP_THRESHOLD.name in options:  # alone it counts for the windows that this method has by default
         default = METHODS[condition.method.method].option((), GROUP_SIZE.name)
         options = {GROUP_SIZE.name: default, **options}
-    alpha = condition.method.alpha
     return {**({} if alpha is None else {ALPHA.name: alpha}), **({"options": options} if options else {})}
 
 
@@ -209,11 +209,12 @@ def write_results(folder: Path, findings: Findings) -> list[Path]:
     written = [page, table]
     if findings.verdict.chosen is not None:
         condition = findings.verdict.chosen.measured.condition
-        lines += ["```", f"Serve with: {flags_of(condition, folder)}", "```", ""]
-        flags.write_text(flags_of(condition, folder) + "\n", encoding="utf-8")
+        served, configured = flags_of(condition, folder), config_of(condition)
+        lines += ["```", f"Serve with: {served}", "```", ""]
+        flags.write_text(served + "\n", encoding="utf-8")
         written.append(flags)
-        if config_of(condition):
-            config.write_text(json.dumps(config_of(condition)) + "\n", encoding="utf-8")
+        if configured:
+            config.write_text(json.dumps(configured) + "\n", encoding="utf-8")
             written.append(config)
     lines += [f"- {name}: {text}" for name, text in findings.about.items()]
     lines += [f"- {check.statement}: {check.numbers}" for check in findings.checks]
@@ -251,11 +252,13 @@ def as_json(findings: Findings, folder: Path) -> dict[str, Any]:
 
 
 def _numbers_of(one: Judged) -> dict[str, Any]:
-    m, spec = one.measured, one.measured.condition.method
+    m = one.measured
+    assert m.condition.method is not None
+    options = dict(m.condition.method.options)
     return {
         "method": name_of(m.condition),
         "ratio": m.condition.ratio,
-        "alpha": None if spec is None else spec.alpha,
+        **{option.name: options.get(option.name) for option in BUDGETS},
         "num_prompts": len(m.losses),
         "rows": m.rows,
         "kl_mean": float(m.kls.mean()),

@@ -137,6 +137,13 @@ ENDS = IntOption("ends", default=0, minimum=0, maximum=2**31 - 1)
 BUDGETS: tuple[Option, ...] = (ALPHA, ENDS)
 """Options that are budgets themselves, so that none is given beside a ratio."""
 
+
+def budget_in(options: Options) -> str | None:
+    """The name of the first of `BUDGETS` that is set in checked options; None if the ratio is the budget."""
+    given = dict(options)
+    return next((option.name for option in BUDGETS if given.get(option.name)), None)
+
+
 # Common to all methods. Off by default, because no table of ours shows a gain (docs/quality.md).
 GROUP_SIZE = IntOption("group_size", default=0, minimum=0, maximum=4096)
 """Tokens per window of CacheClip's grouping (its paper, and the default of its method: 8); 0 = no grouping."""

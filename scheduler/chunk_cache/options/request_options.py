@@ -13,7 +13,7 @@ from itertools import takewhile, zip_longest
 
 from chunk_cache.errors import given, known_names, request_error, show
 from chunk_cache.methods import METHODS, Options, OptionValue, find_method
-from chunk_cache.methods.method_options import BUDGETS
+from chunk_cache.methods.method_options import budget_in
 from chunk_cache.options.kept_tokens import check_room
 from chunk_cache.types import Span
 
@@ -289,10 +289,10 @@ def _parse_count(value: object, path: str) -> int:
 
 
 def _check_budget(options: Options, path: str, *, has_ratio: bool) -> None:
-    budgets = [option.name for option in BUDGETS if dict(options).get(option.name)]
-    if budgets and has_ratio:
+    budget = budget_in(options)
+    if budget is not None and has_ratio:
         problem = "given beside a ratio, which says the same budget"
-        raise request_error(f"{path}.{budgets[0]}", problem, "give one of them")
+        raise request_error(f"{path}.{budget}", problem, "give one of them")
 
 
 def _parse_options(value: object, path: str, method: str | None, defaults: Options) -> Options:

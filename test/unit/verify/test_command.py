@@ -184,3 +184,10 @@ def test_what_has_no_flag_is_served_from_a_file(
     assert found == config
     parsed = parse_config(found)
     assert (parsed.alpha, dict(parsed.options)) == (config.get("alpha"), config.get("options", {}))
+
+
+def test_conditions_that_differ_in_their_budget_are_told_apart(tmp_path: Path) -> None:
+    write_results(tmp_path, findings_of({"lego-link:ends=5": 0.1, "lego-link:ends=10": 0.0, "epic@0.3": 0.0}))
+    with (tmp_path / "verify.csv").open() as file:
+        rows = [(row["method"], row["ratio"], row["alpha"], row["ends"]) for row in csv.DictReader(file)]
+    assert rows == [("lego-link", "", "", "5"), ("lego-link", "", "", "10"), ("epic", "0.3", "", "")]

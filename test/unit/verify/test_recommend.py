@@ -32,7 +32,7 @@ def losses_of(mean: float, spread: float = 0.01, num: int = 100) -> Floats:
 
 def measured(ratio: float, losses: Floats, method: str = "epic", rows: float | None = None) -> Measured:
     spec = parse_method(method)
-    condition = Condition(spec, None if spec.alpha else ratio)
+    condition = Condition(spec, None if spec.budget else ratio)
     return Measured(condition, losses, losses, np.empty(0), 1.0, 0.1 + ratio if rows is None else rows)
 
 
