@@ -8,6 +8,7 @@ from typing import Any
 from chunk_cache.errors import one_line
 from chunk_cache.gate.target import Target, parse_target
 from chunk_cache.methods import METHODS
+from chunk_cache.methods.method_options import ALPHA, budget_in
 from chunk_cache.options.config import Config, parse_config
 from chunk_cache.options.request_options import RequestOptions
 from chunk_cache.plan.selector_answer import asks_selector
@@ -63,9 +64,9 @@ def _target_problem(target: Target, config: Config) -> str | None:
             '--chunk-cache-target needs "verify_share" above 0 in --chunk-cache-config: it goes by that share of the '
             """replies; add it, such as --chunk-cache-config '{"verify_share": 0.05}'."""
         )
-    budgets = {"alpha": config.alpha, "ends": dict(config.options).get("ends")}
-    for name in (name for name, value in budgets.items() if value):
-        return f'--chunk-cache-target moves ratios, and "{name}" in --chunk-cache-config replaces them; drop one.'
+    budget = ALPHA.name if config.alpha else budget_in(config.options)
+    if budget is not None:
+        return f'--chunk-cache-target moves ratios, and "{budget}" in --chunk-cache-config replaces them; drop one.'
     return None
 
 
