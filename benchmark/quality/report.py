@@ -108,6 +108,10 @@ def _family_section(rows: Sequence[Row], family: str) -> list[str]:
     ends = "outermost ends over the models" if num_models > 1 else "from resampling the prompts"
     lines += ["", f"Difference to full prefill on the same prompts, percentage points [95 % interval, {ends}]:", ""]
     lines += _curve_table(curves, [[_interval(point) for point in curve.diffs] for curve in curves])
+    if any(0 < row.num_right < row.num_scored for row in mine):
+        num_right = sum({row.model: row.num_right for row in mine}.values())
+        lines += ["", f"Likewise, on the {num_right} prompts that full prefill answers with a full score:", ""]
+        lines += _curve_table(curves, [[_interval(point) for point in curve.right_diffs] for curve in curves])
     lines += ["", f"KL of the first token's distribution to that of full prefill, nats, all prompts, {spread}:", ""]
     lines += _curve_table(curves, [[_nats(point) for point in curve.kls] for curve in curves])
     if any(point for curve in curves for point in curve.own_losses):

@@ -37,6 +37,7 @@ class MethodCurve:
     Attributes:
         scores, diffs: over the models; None if no prompt of any model was scored. `low` and `high` of a difference to
             full prefill are the outermost ends of the models' intervals.
+        right_diffs: likewise on the prompts that full prefill answers with a full score.
         gold_losses, own_losses: losses of likelihood, with intervals like `diffs`.
         gold_mores: `gold_losses` minus those of the server's default, question by question.
         kls, shares: over the models; a share is recomputed tokens / reused tokens.
@@ -46,6 +47,7 @@ class MethodCurve:
     ratios: list[float]
     scores: list[Point | None]
     diffs: list[Point | None]
+    right_diffs: list[Point | None]
     kls: list[Point | None]
     shares: list[Point | None]
     gold_losses: list[Point | None]
@@ -67,7 +69,7 @@ def curves_of(rows: Iterable[Row], family: str) -> list[MethodCurve]:
 
 def _curve(label: str, rows: Sequence[Row]) -> MethodCurve:
     ratios = sorted({row.ratio for row in rows if row.ratio is not None})
-    curve = MethodCurve(label, ratios, [], [], [], [], [], [], [])
+    curve = MethodCurve(label, ratios, [], [], [], [], [], [], [], [])
     for ratio in ratios:
         cell = [row for row in rows if row.ratio == ratio]
         curve.scores.append(Point.of(row.score for row in cell))
@@ -75,6 +77,7 @@ def _curve(label: str, rows: Sequence[Row]) -> MethodCurve:
         curve.shares.append(Point.of(row.recomputed for row in cell))
         for points, name in (
             (curve.diffs, "diff"),
+            (curve.right_diffs, "right_diff"),
             (curve.gold_losses, "gold_loss"),
             (curve.own_losses, "own_loss"),
             (curve.gold_mores, "gold_more"),

@@ -57,6 +57,9 @@ class Row:
         gold_more: `gold_loss` minus that of the server's default method and ratio, question by question, with an
             interval corrected for the number of conditions that are compared with it (Bonferroni); None if the
             default was not asked.
+        num_right: number of all prompts that the reference answers with a full score; 0 if answers are right or wrong,
+            where `diff` may be of these already.
+        right_diff: mean score on these minus the reference's, which is 1, with its interval.
     """
 
     model: str
@@ -96,6 +99,10 @@ class Row:
     gold_more: float | None = None
     gold_more_low: float | None = None
     gold_more_high: float | None = None
+    num_right: int = 0
+    right_diff: float | None = None
+    right_diff_low: float | None = None
+    right_diff_high: float | None = None
 
 
 def tabulate(
@@ -120,6 +127,7 @@ def tabulate(
     full = _scores(metric, asked, reference)
     mastered = bool(full.mean() >= MASTERED)
     chosen = np.ones(len(asked), dtype=bool) if mastered or metric not in RIGHT_OR_WRONG else full == 1.0
+    right = (full == 1.0) & (metric not in RIGHT_OR_WRONG)
     default = [replies[DEFAULT][key] for _, key in asked] if DEFAULT in replies else None
     compared = max(1, sum(condition != DEFAULT for condition in conditions))
     rows = []
@@ -142,6 +150,8 @@ def tabulate(
                 score_se=_standard_error(scores[metric][chosen]),
                 score_all=float(scores[metric].mean()),
                 **_differences((scores[metric] - full)[chosen], is_reference=condition == REFERENCE),
+                num_right=int(right.sum()),
+                **({} if condition == REFERENCE else _with_interval("right_diff", (scores[metric] - full)[right])),
                 **_agreement(current, reference),
                 **({} if condition == REFERENCE else _losses(current, reference)),
                 **({} if other is None or condition == REFERENCE else _more(current, other, compared)),

@@ -138,6 +138,15 @@ def test_a_metric_of_degree_scores_all_prompts() -> None:
     assert (full.mastered, full.scored, full.score, epic.score) == (False, "all", 0.5, 0.5)
 
 
+def test_a_metric_of_degree_also_scores_what_full_gets_right() -> None:
+    full, epic = make_rows("aaaabb", "aaabab", metric="token_f1")
+    assert (full.num_right, full.right_diff) == (4, None)
+    assert (epic.num_right, epic.right_diff) == (4, -0.25)
+    assert (epic.right_diff_low, epic.right_diff_high) == (-0.75, 0.0)
+    assert epic.diff == 0.0
+    assert make_rows("aab", "abb")[1].num_right == 0
+
+
 def test_a_question_without_answers_is_scored_against_the_full_prefill_s_own_reply() -> None:
     full, epic = make_rows("xyzu", "xyza", metric="rouge_l", answers=())
     assert (full.score, epic.score) == (1.0, 0.75)
