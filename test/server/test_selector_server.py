@@ -164,6 +164,7 @@ def test_faults_under_load_lose_nothing(
         reasons = Counter(pool.map(one, range(24)))
     assert set(reasons) <= REASONS
     assert reasons.total() - reasons[None] > 0, "the fault was not felt"
+    assert all(f"is recomputed by near ({reason})" in clip.log for reason in reasons if reason)
     for name in os.listdir(kept):
         shutil.copy(kept / name, selector_dir / name)
     scored(clip, [chunks[i] for i in (1, 3, 0)])

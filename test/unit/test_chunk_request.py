@@ -141,6 +141,20 @@ def test_a_prompt_is_searched_once_whoever_asked_for_its_state_before() -> None:
     assert discoverer.counters.num_prompts == 3
 
 
+@pytest.mark.parametrize(
+    ("mode", "known"),
+    [("auto", (1, 1)), ("exact", (1, 1)), ("warm", (0, 1)), ("prepare", (0, 1)), ("off", (0, 0))],
+)
+def test_what_is_warmed_is_found_without_marks(mode: str, known: tuple[int, int]) -> None:
+    discoverer, filler, passage = Discoverer(), [*range(1000, 1200)], [*range(100, 300)]
+    options = RequestOptions(mode=mode, spans=((1, 201), (201, 401)))
+    discover(req_of([1, *filler, *passage, 2], options), discoverer)
+    for text, is_known in zip((filler, passage), known, strict=True):
+        asked = req_of([7, *text, 8], None)
+        discover(asked, discoverer)
+        assert (state_of(asked) is not None) == bool(is_known)
+
+
 def test_a_chunk_keeps_its_name_in_later_turns() -> None:
     session = SimpleNamespace(req_nodes={})
     first = RequestOptions(spans=((1, 3), (3, 5)), chunk_ids=("a", None))

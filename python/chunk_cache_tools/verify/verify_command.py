@@ -137,6 +137,8 @@ def _problems(args: argparse.Namespace, flags: Sequence[str]) -> Iterator[str]:
             yield f"--{name.replace('_', '-')}: at least 1"
     if not 0 < args.target < math.inf:
         yield f"--target: {args.target:g} is not above 0; 0.05 is the default"
+    if args.tolerance is not None and not 0 < args.tolerance < math.inf:
+        yield f"--tolerance: {args.tolerance:g} is not above 0 and finite; leave it out to have it by number format"
     yield from (f"--ratios: {ratio:g} is not in [0, 1]" for ratio in args.ratios if not 0 <= ratio <= 1)
     bad_alphas = [alpha for alpha in args.alphas if not 0 < alpha <= ALPHA.maximum]
     yield from (f"--alphas: {alpha:g} is not above 0 and at most {ALPHA.maximum:g}" for alpha in bad_alphas)

@@ -76,9 +76,9 @@ def load(path: Path) -> WarmState | None:
         if value.pop("version") != VERSION:
             return None
         state = WarmState(**value)
+        state.failures = [(int(line), str(problem)) for line, problem in state.failures]
     except FileNotFoundError:
         return None
     except (ValueError, TypeError, KeyError, AttributeError):
         return None
-    state.failures = [(int(line), str(problem)) for line, problem in state.failures]
     return state

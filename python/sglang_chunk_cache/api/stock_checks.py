@@ -1,22 +1,25 @@
 """Requests that would crash a stock server, or get a 500 from it, with marks or without: each gets a 400.
 
-Verbs: `check_body` (what SGLang's readers of bodies let through), `check_vocabulary` (token ids), `check_parameters`
-(how it is sampled, which log-probabilities are returned); `sampling_problem` says what is wrong with sampling
-parameters.
+Verbs: `check_body` and `check_vertex` (what SGLang's readers of bodies let through), `check_vocabulary` (token ids),
+`check_parameters` (how it is sampled, which log-probabilities are returned); `sampling_problem` says what is wrong with
+sampling parameters.
 `Names` has the names of the fields on a route.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import msgspec
 import numpy as np
+from pydantic import TypeAdapter, ValidationError
 from sglang.srt.managers.embed_types import PositionalEmbeds
-from sglang.srt.managers.io_struct import SessionParams
+from sglang.srt.managers.io_struct import GenerateReqInput, SessionParams
 from sglang.srt.runtime_context import get_observability
 from sglang.srt.utils.msgpack_utils import dec_hook, enc_hook, ext_hook
 
@@ -51,11 +54,15 @@ _ONE_FOR_EACH = (
 )
 """Fields of which a stock server takes the i-th entry for the i-th prompt without checking the list's length."""
 
+_OF_INSTANCES = ("text", "input_ids", "input_embeds", "image_data")
+"""Fields that the instances of a request of Vertex AI have."""
 _TEMPLATE_ARGUMENTS = ("messages", "conversation", "tools", "add_generation_prompt", "tokenize", "return_dict")
 """Arguments that SGLang gives a chat template itself."""
 _MOST_BIAS = 1e30
 _LEAST_PENALTY = 1e-6
 """Beyond these a stock server may divide logits to infinity, of which it cannot sample."""
+_MOST_ANSWERS = 4096
+"""To one prompt. A stock server copies the request so often before it serves any other."""
 
 GENERATE_NAMES = Names("text", "input_ids", "sampling_params", "top_logprobs_num")
 COMPLETION_NAMES = Names("prompt", "prompt", "", "logprobs")
@@ -79,6 +86,34 @@ def check_body(body: object) -> None:
     embeds = body.get("input_embeds")
     if isinstance(embeds, list) and (not embeds or [] in embeds):
         raise request_error("input_embeds", "a prompt without tokens", "give at least one token")
+
+
+def check_vertex(body: object) -> None:
+    """Checks the parameters of a request of Vertex AI, which SGLang takes as they are.
+
+    Raises:
+        ChunkCacheRequestError: `/generate` has no such parameter, or would refuse its value.
+    """
+    parameters = body.get("parameters") if isinstance(body, Mapping) else None
+    if not isinstance(parameters, Mapping):
+        return
+    known = [field.name for field in dataclasses.fields(GenerateReqInput) if field.name not in _OF_INSTANCES]
+    for name in parameters:
+        if name in _OF_INSTANCES:
+            raise request_error(f"parameters.{name}", "each instance has its own", "put it into the instances")
+        if name not in known:
+            raise request_error(f"parameters.{name}", "unknown parameter", known_names(name, known, "parameters"))
+    try:
+        _generate_reader().validate_python(dict(parameters))
+    except ValidationError as error:
+        found = error.errors()[0]
+        path = f"parameters.{found['loc'][0]}" if found["loc"] else "parameters"
+        raise request_error(path, found["msg"], "give such a value, or leave it out") from None
+
+
+@cache
+def _generate_reader() -> TypeAdapter[Any]:
+    return TypeAdapter(GenerateReqInput)
 
 
 def check_vocabulary(ids: Sequence[int], manager: Any, path: str) -> None:
@@ -223,6 +258,8 @@ def _check_sampling(sampling_params: object, manager: Any, names: Names) -> None
         if num is None or (isinstance(num, int) and num < 1):
             wrong = "null is not a number" if num is None else f"{num} answers"
             raise request_error(f"{path}.n".lstrip("."), wrong, "give at least 1, or leave it out")
+        if isinstance(num, int) and num > _MOST_ANSWERS:
+            raise request_error(f"{path}.n".lstrip("."), f"{num} answers", f"give at most {_MOST_ANSWERS}")
         if params is None or sampling_problem(params, manager) is None:
             continue
         if not isinstance(params, Mapping):
@@ -242,8 +279,8 @@ def sampling_problem(params: Any, manager: Any) -> str | None:
         built.verify(manager.model_config.vocab_size)
         if built.top_k >= 2**31:  # it becomes a tensor of 32 bits
             return "it must be below 2**31"
-        if max((built.logit_bias or {}).values(), default=0.0) > _MOST_BIAS:
-            return f"a bias must be at most {_MOST_BIAS:g}"
+        if max(map(abs, (built.logit_bias or {}).values()), default=0.0) > _MOST_BIAS:
+            return f"a bias must be from -{_MOST_BIAS:g} to {_MOST_BIAS:g}"
         if built.repetition_penalty < _LEAST_PENALTY:
             return f"it must be at least {_LEAST_PENALTY:g}"
         sent = msgspec.msgpack.encode(built, enc_hook=enc_hook)

@@ -19,7 +19,7 @@ from chunk_cache.errors import ChunkCacheRequestError
 from chunk_cache.prompt.marked_body import MarkFlags, read_body
 from sglang_chunk_cache.api.exchange import Exchange
 from sglang_chunk_cache.api.prepare import may_get_reply, prepare
-from sglang_chunk_cache.api.stock_checks import check_body
+from sglang_chunk_cache.api.stock_checks import check_body, check_vertex
 from sglang_chunk_cache.flags.server_args import attached, get_args
 
 VERTEX = "/vertex_generate"
@@ -36,6 +36,8 @@ async def read_json(original: Callable[[Any], Any], request: Any) -> Any:
         try:
             check_body(body)
             read_body(path, body, Exchange.of(request), MarkFlags(args.separator, args.marks, args.parts))
+            if path == VERTEX:
+                check_vertex(body)
         except ChunkCacheRequestError as error:
             raise HTTPException(HTTPStatus.BAD_REQUEST, str(error)) from None
     return body

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import logging
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS, AddReqResult, PrefillAdder
@@ -26,6 +27,8 @@ from sglang_chunk_cache.start.runtime import known_runtime_of
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
+
+logger = logging.getLogger(__name__)
 
 
 class ChunkPrefillAdder(PrefillAdder):
@@ -185,6 +188,9 @@ class ChunkPrefillAdder(PrefillAdder):
             chunks = known_runtime_of(self.tree_cache)
             if not is_refresh(req.rid):
                 chunks.metrics.count_plan(plan)
+            if plan.fallback_reason is not None and state.options.mode == "auto":
+                how = f"is recomputed by {plan.method}" if plan.num_reused else "reuses no chunk"
+                logger.info("Chunk cache: %s %s (%s)", req.rid, how, plan.fallback_reason)
             # No verification with LoRA: the adapter may be gone when the server is idle.
             is_fused = load is not None or state.admission.in_steps
             if chunks.gate is not None and is_fused and req.lora_id is None and state.packing.kept is None:

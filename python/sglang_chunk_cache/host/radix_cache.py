@@ -143,9 +143,6 @@ class ChunkRadixCache(UnifiedRadixCache):
         load = self._parts.pool.load(state.admission.part or plan)
         if load is None:
             state.admission.propose(self._parts.manager.without_load(plan, "memory"))
-            logger.info(
-                "Chunk cache: %s is computed in full, no room for %d tokens", req.rid, len(req.origin_input_ids)
-            )
             return 0, req.last_node
         state.admission.bring_in(load)
         return len(load.slots), req.last_node
@@ -168,6 +165,9 @@ class ChunkRadixCache(UnifiedRadixCache):
             reason = "memory" if is_stored else "evicted"
             state.fail_load(chunks.manager.without_load(admission.plan, reason, begin))
             chunks.metrics.add("fallbacks", reason)
+            logger.info(
+                "Chunk cache: %s is computed from token %d on, chunks did not come (%s)", req.rid, begin, reason
+            )
             return None
         admission.bring_in(load)
         row[begin:end] = load.slots

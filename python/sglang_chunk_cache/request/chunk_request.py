@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from chunk_cache.keys import Partition
-from chunk_cache.options.request_options import RequestOptions, loads, with_earlier_turns
+from chunk_cache.options.request_options import PREPARING, RequestOptions, loads, with_earlier_turns
 from chunk_cache.plan.recompute_plan import RecomputePlan, lead_end
 from chunk_cache.plan.selector_answer import SelectorAnswer
 from chunk_cache.prompt.chunk_prompt import ChunkPrompt
@@ -223,12 +223,15 @@ def discover(req: Any, discoverer: Discoverer) -> None:
     options = RequestOptions() if state is None else state.options
     # What is found beside images may begin or end within one.
     is_whole = req.session is None and req.multimodal_inputs is None and req.beam_group is None
-    if options.mode != "auto" or not is_whole or not _is_supported(req):
+    if options.mode == "off" or not is_whole or not _is_supported(req):
         return
     partition, ids = Partition(req.extra_key, req.cache_salt), req.origin_input_ids
     if options.spans:
-        for start, end in options.spans:
+        # What stands in front of a chunk that is prepared may be filler.
+        for start, end in options.spans[-1:] if options.mode in PREPARING else options.spans:
             discoverer.note(partition, ids[start:end])
+        return
+    if options.mode != "auto":
         return
     spans = discoverer.find(partition, ids)
     if spans:

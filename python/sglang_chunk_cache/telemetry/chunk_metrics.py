@@ -16,14 +16,16 @@ _METERS = {
     "saved": histogram(
         "saved_seconds", "Seconds of prefill that reuse was estimated to spare a request with marks.", buckets=_SECONDS
     ),
-    "chunks": counter("chunks_total", "Marked chunks of admitted requests, by status and reason.", "status", "reason"),
+    "chunks": counter("chunks_total", "Marked chunks of requests, as planned at admission.", "status", "reason"),
     "tokens": counter(
         "tokens_total",
         "Prompt tokens of requests with marks or options: prefix + reused + computed; recomputed is in reused.",
         "kind",
     ),
     "fallbacks": counter(
-        "fallbacks_total", "Requests that were served without reuse although chunks were stored, by reason.", "reason"
+        "fallbacks_total",
+        "Requests that reused no chunk, or by another method than they asked for; off and exact_mode are asked for.",
+        "reason",
     ),
     "not_remembered": counter("not_remembered_total", "Computed chunks that could not be kept, by reason.", "reason"),
     "not_packed": counter(

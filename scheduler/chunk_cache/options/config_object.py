@@ -14,6 +14,8 @@ from chunk_cache.errors import config_error, given, known_names, show
 
 Parse: TypeAlias = Callable[[object, str], object]
 """Checks a value; the path says where it stood, for messages."""
+MOST_SECONDS = 86_400
+"""A day. Python cannot wait for much longer."""
 
 
 def checked_object(value: object, path: str, known: Sequence[str], asks_for: str = "some of ") -> Mapping[str, Any]:
@@ -46,8 +48,11 @@ def parsed_fields(kind: type, value: object, path: str, asks_for: str = "some of
 
 
 def parse_seconds(value: object, path: str) -> float:
-    """A number of seconds, at least a millisecond."""
-    return parse_number(value, path, least=0.001)
+    """A number of seconds, from a millisecond to a day."""
+    seconds = parse_number(value, path, least=0.001)
+    if seconds > MOST_SECONDS:
+        raise config_error(path, f"{show(value)} is more than a day", f"give at most {MOST_SECONDS}")
+    return seconds
 
 
 def parse_number(value: object, path: str, least: float) -> float:

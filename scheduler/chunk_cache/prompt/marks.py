@@ -228,14 +228,21 @@ def word_end(core: str) -> int:
 
 
 def map_texts(value: Any, change: Callable[[str], str]) -> Any:
-    """A copy of a JSON value with every string changed."""
-    if isinstance(value, str):
-        return change(value)
-    if isinstance(value, dict):
-        return {key: map_texts(one, change) for key, one in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [map_texts(one, change) for one in value]
-    return value
+    """A copy of a JSON value, nested as deep as it may be, with every string changed, in their order."""
+    root = [value]
+    waiting: list[tuple[Any, Any]] = [(root, 0)]  # a container that is a copy, and where the value to copy is in it
+    while waiting:
+        holder, place = waiting.pop()
+        one = holder[place]
+        if isinstance(one, str):
+            holder[place] = change(one)
+        elif isinstance(one, dict):
+            holder[place] = dict(one)
+            waiting += [(holder[place], key) for key in reversed(one)]
+        elif isinstance(one, (list, tuple)):
+            holder[place] = list(one)
+            waiting += [(holder[place], i) for i in reversed(range(len(one)))]
+    return root[0]
 
 
 def texts_of(messages: list[Any]) -> Iterator[tuple[str, Any, str]]:

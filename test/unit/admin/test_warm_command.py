@@ -383,8 +383,11 @@ def test_a_state_file_is_replaced_as_a_whole(tmp_path):
     state.save(path)
     assert load(path) == state
     assert list(tmp_path.iterdir()) == [path]
-    path.write_text(path.read_text()[:-9])
+    saved = path.read_text()
+    path.write_text(saved[:-9])
     assert load(path) is None, "not JSON"
+    path.write_text(saved.replace('[[3, "no"]]', "[1]"))
+    assert load(path) is None, "no failures"
 
 
 def test_lines_from_the_middle(tmp_path):

@@ -512,6 +512,48 @@ def test_a_response_format_that_is_no_object(service, seen, form):
     assert not seen
 
 
+@pytest.mark.parametrize(
+    ("parameters", "message"),
+    [
+        ({"top_logprobs_num": "x", "return_logprob": True}, "parameters.top_logprobs_num: "),
+        ({"logprob_start_len": "x"}, "parameters.logprob_start_len: "),
+        ({"priority": "x"}, "parameters.priority: "),
+        ({"routed_dp_rank": "x"}, "parameters.routed_dp_rank: "),
+        ({"nope": 1}, "parameters.nope: unknown parameter; known parameters: "),
+        ({"text": "x"}, "parameters.text: each instance has its own; "),
+        ({"image_data": ["x"]}, "parameters.image_data: each instance has its own; "),
+    ],
+    ids=str,
+)
+def test_parameters_of_vertex_that_end_a_stock_server(service, seen, parameters, message):
+    response = service.post("/vertex_generate", {"instances": [{"text": "a"}], "parameters": parameters})
+    assert response.status_code == 400, response.text
+    assert message in response.text
+    assert not seen
+
+
+def test_parameters_of_vertex_are_those_of_generate(service, seen):
+    parameters = {"return_logprob": True, "priority": 3, "sampling_params": {"max_new_tokens": 2}}
+    response = service.post("/vertex_generate", {"instances": [{"text": "a"}], "parameters": parameters})
+    assert response.status_code == 200, response.text
+    assert seen
+
+
+@pytest.mark.parametrize("where", ["chat_template_kwargs", "documents"])
+def test_json_nested_deep_is_read_as_by_stock(service, seen, where):
+    deep: list[object] = []
+    for _ in range(600):
+        deep = [deep]
+    content = [{"type": "text", "text": "A passage.", "cache_control": {"type": "ephemeral"}}]
+    nested = (
+        {"chat_template_kwargs": {"x": deep}} if where != "documents" else {"documents": [{"text": "a", "x": deep}]}
+    )
+    body = {"messages": [{"role": "user", "content": content}], "chunk_cache": {"marks": True}, **nested}
+    response = service.post("/v1/chat/completions", {"model": "m", **body})
+    assert response.status_code == 200, response.text
+    assert seen
+
+
 def test_instances_without_a_prompt(service, seen):
     for instances, path in (([{"text": "a"}, {}], "text[1]: null"), ([{"text": "a"}, {"text": -1}], "text[1]: -1")):
         response = service.post("/vertex_generate", {"instances": instances})

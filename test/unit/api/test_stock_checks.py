@@ -73,6 +73,8 @@ def test_a_pattern_that_is_none(service, seen, route):
             {"sampling_params": {"logit_bias": {"5": 1e39}}},
             "sampling_params.logit_bias: {'5': 1e+39} cannot be used: a ",
         ),
+        ({"sampling_params": {"logit_bias": {"5": -1e39}}}, "a bias must be from -1e+30 to 1e+30"),
+        ({"sampling_params": {"n": 2**31}}, "sampling_params.n: 2147483648 answers; give at most 4096"),
         ({"sampling_params": {"repetition_penalty": 1e-40}}, "sampling_params.repetition_penalty: 1e-40 cannot be "),
         ({"token_indices_to_pool": [99]}, "token_indices_to_pool: only the server sets it"),
         ({"token_indices_to_pool": []}, "token_indices_to_pool: only the server sets it"),
@@ -115,6 +117,7 @@ def test_what_is_a_500_of_stock(service, seen, body, message, stream):
     [
         ({"n": 0}, "n: 0 answers; give at least 1, or leave it out"),
         ({"n": -1}, "n: -1 answers; "),
+        ({"n": 4097}, "n: 4097 answers; give at most 4096"),
         ({"logit_bias": {"5": 1e39}}, "logit_bias: "),
         ({"chat_template_kwargs": {"add_generation_prompt": False}}, "chat_template_kwargs.add_generation_prompt: "),
         ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs.tokenize: only the server sets it; "),
