@@ -85,6 +85,9 @@ class Crowd:
     def __init__(self, trace: Trace, settings: Settings, load: Load) -> None:
         if settings.pool_tokens <= trace.max_prompt_len + MAX_NEW:
             raise SettingsError(f"pool: {settings.pool_tokens} tokens do not hold the longest prompt; give more")
+        if len(trace.requests) <= 2 * load.num_clients:
+            problem = f"{len(trace.requests)} requests are too few for {load.num_clients} clients"
+            raise SettingsError(f"clients: {problem}; give more than two for each, or fewer clients")
         self._load = load
         self.replay = Replay(trace, settings)
         self.pool = self.replay.pool

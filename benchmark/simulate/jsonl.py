@@ -37,7 +37,7 @@ def read_jsonl(path: Path, *, system_len: int, chars_per_token: float = 4.0) -> 
         raise TraceError(f"{path}: cannot be read ({error}); name a JSONL file in UTF-8") from error
     reader = _Reader(chars_per_token)
     requests = []
-    for number, line in enumerate(text.splitlines(), start=1):
+    for number, line in enumerate(text.split("\n"), start=1):
         if line.strip():
             reader.place = f"{path}:{number}"
             requests.append(reader.request(line))

@@ -246,6 +246,9 @@ def _run_fleet(args: argparse.Namespace) -> None:
 def _run_crowd(args: argparse.Namespace) -> None:
     from benchmark.simulate.crowd import Load, crowd_report
 
+    for rate in args.rates:
+        if not 0 < rate < float("inf"):
+            raise SettingsError(f"--rates: {rate:g} is not a rate above 0; give requests a second")
     origin = _origin()
     loads = [*(Load(num_clients=number) for number in args.clients), *(Load(per_s=rate) for rate in args.rates)]
     chosen = {"pools": args.pool, "loads": loads, "shares": args.keep_shares, "seeds": args.seeds}

@@ -160,6 +160,10 @@ class TraceSpec:
                 f"chunks_per_request: {self.most_chunks} of a corpus that begins with {self.num_initial}; "
                 "give a smaller number, or raise num_chunks or initial_share"
             )
+        smallest = self.num_chunks % self.topic_size or self.topic_size
+        if self.topic_share == 1.0 and smallest < self.most_chunks:
+            problem = f"1 lets a request have chunks of one topic only, and one has {smallest}"
+            raise TraceError(f"topic_share: {problem}; give a share below 1, or fewer chunks_per_request")
         if self.order == "new" and self.repeat_share:
             raise TraceError("repeat_share: no order is new when requests repeat; use order drawn or sorted")
 

@@ -45,6 +45,8 @@ def read_jsonl(path: str | Path) -> Iterable[tuple[str, dict[str, Any]]]:
         DataError: the file cannot be read, or a line is not a JSON object.
     """
     path = Path(path)
+    if path.is_fifo():
+        raise DataError(f"{path}: a pipe, which can be read once only; write its lines into a file.")
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

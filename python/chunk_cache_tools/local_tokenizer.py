@@ -84,7 +84,11 @@ class PlainTokenizer:
             problem = f"no tokenizer.json in {path!r} ({one_line(error)[:120]})"
             remedy = f"name a folder with the tokenizer of the server's model, {INSTALL}"
             raise request_error(flag, problem, remedy) from None
-        self._core = Tokenizer.from_str(text)
+        try:
+            self._core = Tokenizer.from_str(text)
+        except Exception as error:  # noqa: BLE001  (the package raises no narrower kind)
+            problem = f"tokenizer.json in {path!r} cannot be used ({one_line(error)[:120]})"
+            raise request_error(flag, problem, "name a folder with the tokenizer of the server's model") from None
 
     def __len__(self) -> int:
         return int(self._core.get_vocab_size())

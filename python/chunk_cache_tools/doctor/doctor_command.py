@@ -75,6 +75,10 @@ def _check_arguments(args: argparse.Namespace) -> None:
     if args.url is None and (args.prompt or args.watch):
         name = "--prompt" if args.prompt else "--watch"
         raise request_error(name, "given without --url", "name the server that the requests were sent to")
+    given = [name for name, value in vars(args).items() if name.startswith("chunk_cache") and value]
+    if args.url is not None and given:
+        flag = f"--{given[0].replace('_', '-')}"
+        raise request_error(flag, "given with --url, and a running server has its flags", "leave one of them out")
     if not 0 <= args.watch < float("inf"):
         raise request_error("--watch", "not a number of seconds", "give 0 or more")
 

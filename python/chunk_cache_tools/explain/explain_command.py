@@ -95,6 +95,11 @@ def _parser() -> CommandParser:
 
 def _run(args: argparse.Namespace) -> int:
     outputs = [_output(path) for path in args.out or ["explain.png"]]
+    if args.replies is not None:
+        asking = {"--methods": args.methods, "--ratio": args.ratio, "--save": args.save, "--options": args.options}
+        for flag, value in asking.items():
+            if value not in (None, [], "{}"):
+                raise request_error(flag, "is for asking a server, and --replies asks none", "leave one of them out")
     if any(path.suffix != PAGE for path in outputs) and importlib.util.find_spec("matplotlib") is None:
         remedy = f"run `pip install matplotlib`, or write a page by --out explain{PAGE}"
         raise request_error("matplotlib", "not installed", remedy)
@@ -144,6 +149,9 @@ def _ask(args: argparse.Namespace) -> tuple[PromptTokens, list[Explanation], lis
     """Asks the server; returns the prompt, one explanation per method, and notes."""
     if args.prompt is None:
         raise request_error("--prompt", "missing", "give a text file, or kept replies by --replies")
+    _range(args.tokens, sys.maxsize)
+    if args.save is not None and not (Path(args.save).parent.is_dir() and not Path(args.save).is_dir()):
+        raise request_error(f"--save {args.save}", "not a file in a folder that exists", "name another file")
     if args.max_new_tokens < 1:
         raise request_error("--max-new-tokens", "below 1", "give 1 or more")
     conditions = asked_conditions(args.methods, args.ratio, parse_options(args.options))
@@ -201,7 +209,8 @@ def _range(text: str | None, num_tokens: int) -> Span:
     except ValueError:
         shown = 0, 0
     if not colon or not 0 <= shown[0] < shown[1]:
-        problem = f"{show(text)} is no range of the prompt of {num_tokens} tokens"
+        prompt = "a prompt" if num_tokens == sys.maxsize else f"the prompt of {num_tokens} tokens"
+        problem = f"{show(text)} is no range of {prompt}"
         raise request_error("--tokens", problem, "give START:END with START below END")
     return shown
 

@@ -305,7 +305,10 @@ def train(args: argparse.Namespace) -> tuple[Score, Score]:
     before = measure(auxiliary, held_out)
     fine_tune(auxiliary, examples, steps=args.steps, batch=args.batch, learning_rate=args.learning_rate, seed=args.seed)
     after = measure(auxiliary, held_out)
-    save(auxiliary, args.selector, args.out)
+    try:
+        save(auxiliary, args.selector, args.out)
+    except OSError as error:
+        raise TrainError(f"--out: {args.out} cannot be written ({error.strerror}); nothing is kept") from None
     print(f"trained on {len(examples)} questions, {args.steps} steps; on {num_held_out} others:")
     print(f"before: {before}")
     print(f"after:  {after}")
@@ -351,6 +354,10 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"--learning-rate: {args.learning_rate:g} is not between 0 and 1; give such a rate")
     if args.out.exists() and (not args.out.is_dir() or any(args.out.iterdir())):
         parser.error(f"--out: {args.out} is there already; name a new folder")
+    try:
+        args.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"--out: {args.out} cannot be made ({error.strerror}); name another folder")
     try:
         torch.empty(0, device=args.device)
     except (RuntimeError, AssertionError) as error:

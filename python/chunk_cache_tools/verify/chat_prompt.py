@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from chunk_cache.errors import ChunkCacheRequestError, request_error
+from chunk_cache.errors import ChunkCacheRequestError, request_error, show
 from chunk_cache.prompt.chunk_cache_fields import as_passages
 from chunk_cache.prompt.marked_body import MarkedBody, MarkFlags, has_place_for_documents, read_body
 from chunk_cache.prompt.marks import MarkedText, Marks, split_marked
@@ -110,7 +110,10 @@ def _text_of(part: Mapping[str, Any]) -> str | None:
     source, content = part.get("source"), part.get("content")
     if isinstance(source, dict):
         source = source.get("url") or source.get("text")
-    texts = [content] if isinstance(content, str) else [one["text"] for one in content or () if one.get("text")]
+    blocks = [{"text": content}] if isinstance(content, str) else content or []
+    if not isinstance(blocks, list) or not all(isinstance(one, dict) for one in blocks):
+        raise request_error("search_result.content", f"{show(content)} is not a list of texts", "give one")
+    texts = [str(one["text"]) for one in blocks if one.get("text")]
     lines = (("Title", part.get("title")), ("Source", source), ("Content", "\n".join(texts)))
     return "\n".join(f"{name}: {line}" for name, line in lines if line)
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
+import os
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -151,7 +152,7 @@ class ReplyLog:
     def _load(self) -> None:
         text = self.path.read_text(encoding="utf-8")
         if not text.endswith("\n"):  # the writer was killed within its last line
-            self.path.write_text(text[: text.rfind("\n") + 1], encoding="utf-8")
+            os.truncate(self.path, len(text[: text.rfind("\n") + 1].encode()))
         lines = iter(read_jsonl(self.path))
         _, settings = next(lines, ("", None))
         if settings is not None and settings != self._settings:
@@ -171,7 +172,12 @@ class ReplyLog:
     def _rewrite(self) -> TextIO:
         """Writes the settings and all replies to the file anew; returns it, open for appending."""
         lines = [self._settings, *map(asdict, self)]
-        self.path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+        whole = self.path.with_suffix(".new")  # an interrupt leaves the old file or the new one
+        with whole.open("w", encoding="utf-8") as file:
+            file.writelines(json.dumps(line) + "\n" for line in lines)
+            file.flush()
+            os.fsync(file.fileno())
+        whole.replace(self.path)
         return self.path.open("a", encoding="utf-8")
 
 

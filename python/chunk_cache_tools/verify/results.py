@@ -244,7 +244,10 @@ def as_json(findings: Findings, folder: Path) -> dict[str, Any]:
         "about": findings.about,
         "checks": [asdict(check) for check in findings.checks],
         "conditions": [
-            {name: None if isinstance(value, float) and math.isinf(value) else value for name, value in row.items()}
+            {
+                name: value if not isinstance(value, float) or math.isfinite(value) else None
+                for name, value in row.items()
+            }
             for row in map(_numbers_of, findings.judged)
         ],
         "sentences": sentences(findings),

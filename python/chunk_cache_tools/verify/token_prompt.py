@@ -46,7 +46,7 @@ class TokenPrompt:
 
     @property
     def key(self) -> str:
-        return _digest((*self.ids, -1, *(place for span in self.spans for place in span)))
+        return _digest((*self.ids, -1, *(place for span in self.spans for place in span), -1, *self.gold))
 
     @property
     def partition(self) -> str:

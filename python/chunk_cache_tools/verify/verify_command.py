@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 import importlib.util
 import json
 import math
@@ -57,6 +58,7 @@ METHODS = ("full-reuse", "near-words", "cacheblend", "fusionrag", "question-drif
 METHODS_WITH_STATES = ("seams",)  # at ratio 0 too: nothing but the seams is computed
 RATIOS = (0.05, 0.15, 0.3, 0.5)
 TARGET = 0.05
+OWN_FLAGS = ("--model-path", "--model", "--host", "--port", "--api-key", "--admin-api-key")
 NUM_FIT = 8  # prompts that the implementation is checked with
 PATIENCE_S = 1800.0  # large models load for long, and answer a call of many prompts late
 ABOUT = """\
@@ -144,6 +146,8 @@ def _problems(args: argparse.Namespace, flags: Sequence[str]) -> Iterator[str]:
     yield from (f"--alphas: {alpha:g} is not above 0 and at most {ALPHA.maximum:g}" for alpha in bad_alphas)
     if args.is_url and flags:
         yield f"-- {flags[0]}: a running server has its flags; leave them out, or name the model"
+    own = [flag for flag in flags if flag.partition("=")[0] in OWN_FLAGS]
+    yield from (f"-- {flag}: this command sets it itself; leave it out" for flag in own)
 
 
 def conditions_of(args: argparse.Namespace, default: Sequence[str] = METHODS) -> list[Condition]:
@@ -237,7 +241,7 @@ def run(args: argparse.Namespace, given: Sequence[str]) -> int:
     asking = Asking(args.max_new_tokens, likelihood=True, first_only=True, tolerated=TOLERATED)
     settings = {
         "model": model.name,
-        "server flags": list(flags),
+        "server flags": [*flags, *_files_in(flags)],
         "--max-new-tokens": args.max_new_tokens,
         "--stored": args.stored,
     }
@@ -265,6 +269,14 @@ def run(args: argparse.Namespace, given: Sequence[str]) -> int:
             _say_fit(args, checks, "The implementation fits the model. Give prompts to learn which method to use.")
             return 0
         return _report(args, model, prompts, conditions, log, checks)
+
+
+def _files_in(flags: Sequence[str]) -> Iterator[str]:
+    """What stands in the files that flags name by `@FILE`, as hashes."""
+    for flag in flags:
+        name = flag.partition("@")[2] if flag.startswith(("@", "--")) else ""
+        if name and Path(name).is_file():
+            yield hashlib.sha256(Path(name).read_bytes()).hexdigest()[:16]
 
 
 def _check(

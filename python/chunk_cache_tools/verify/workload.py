@@ -284,8 +284,9 @@ class _Reader:
         return "text", {"text": separator.join((head, *written, tail))}
 
     def _of_ids(self, ids: object, answer: str) -> TokenPrompt | None:
-        if not isinstance(ids, list) or not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
-            raise request_error("input_ids", "not a list of token ids", "give one prompt per line")
+        is_id = (isinstance(i, int) and not isinstance(i, bool) and 0 <= i < len(self.tokenizer) for i in ids or ())
+        if not isinstance(ids, list) or not all(is_id):
+            raise request_error("input_ids", "not a list of token ids of the model", "give one prompt per line")
         if not self.options.get("spans"):
             return None
         asked = {"spans": self.options["spans"]}

@@ -6,6 +6,7 @@ Promise: a bad line raises no error but becomes a `Line` with a `problem`; empty
 
 from __future__ import annotations
 
+import errno
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -85,6 +86,8 @@ def open_corpus(path: Path, field: str) -> Corpus:
     Raises:
         OSError: the file cannot be read.
     """
+    if path.is_fifo():
+        raise OSError(errno.ESPIPE, "a pipe, which can be read once only; write its lines into a file")
     digest = hashlib.sha256()
     num_lines, last = 0, b"\n"
     with path.open("rb") as file:

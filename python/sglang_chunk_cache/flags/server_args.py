@@ -211,7 +211,7 @@ def _parse_object(name: str, value: object) -> object:
     except (OSError, UnicodeDecodeError) as error:
         refuse(f"--chunk-cache-{name}: cannot read {value[1:]!r}: {getattr(error, 'strerror', None) or 'no UTF-8'}.")
     try:
-        found = json.loads(text)
+        found = json.loads(text, object_pairs_hook=functools.partial(_once_each, name))
     except ValueError as error:
         hint = "; remove the trailing comma" if _ends_in_comma(text, error) else ""
         refuse(f"--chunk-cache-{name} is not valid JSON: {one_line(error)}{hint}.")
@@ -219,6 +219,15 @@ def _parse_object(name: str, value: object) -> object:
         refuse(f"--chunk-cache-{name} is not valid: objects or lists are nested too deep; nest fewer.")
     if found is None:
         refuse(f"--chunk-cache-{name} is null; give an object, or leave the flag out.")
+    return found
+
+
+def _once_each(name: str, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The object of these keys and values."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice = next(key for key in found if sum(key == other for other, _ in pairs) > 1)
+        refuse(f"--chunk-cache-{name}: {twice} is given twice; leave one of them out.")
     return found
 
 

@@ -98,7 +98,11 @@ def _parse_steps(value: object) -> tuple[Step, ...]:
             method = find_method(item[0], f"{where}[0]")
         except ValueError as error:
             raise ChunkCacheConfigError(str(error)) from None
-        steps.append(Step(method.name, _number(item[1], f"{where}[1]", 0.0, 1.0)))
+        step = Step(method.name, _number(item[1], f"{where}[1]", 0.0, 1.0))
+        if any(one.method == step.method and one.ratio >= step.ratio for one in steps):
+            problem = f"{step.ratio:g} is not above the ratio of an earlier step of {step.method}"
+            raise config_error(f"{where}[1]", problem, "order steps from the least that is recomputed to the most")
+        steps.append(step)
     return tuple(steps)
 
 

@@ -101,6 +101,10 @@ def _parse_remote(value: object, path: str) -> RemoteConfig:
     url = checked_object(value, path, ["url"]).get("url")
     if not isinstance(url, str) or not url:
         raise config_error(f"{path}.url", f"{show(url)} is not a url", "give one such as redis://host:port/0")
+    try:
+        shown_url(url)
+    except ValueError as error:
+        raise config_error(f"{path}.url", f"not a url ({error})", "give one such as redis://host:port/0") from None
     return RemoteConfig(url)
 
 

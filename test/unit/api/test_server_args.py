@@ -59,6 +59,10 @@ def test_flags_stand_in_a_group_of_their_own():
         (["--chunk-cache", "--chunk-cache-ratio", "half"], "--chunk-cache-ratio must be a number from 0 to 1"),
         (["--chunk-cache", "--chunk-cache-method", "best"], "--chunk-cache-method 'best' is not known"),
         (["--chunk-cache", "--chunk-cache-separator", " "], "--chunk-cache-separator must be a string"),
+        (
+            ["--chunk-cache", "--chunk-cache-config", '{"verify_share": 0.5, "verify_share": 0}'],
+            "--chunk-cache-config: verify_share is given twice; leave one of them out.",
+        ),
         (["--chunk-cache", "--chunk-cache-config", "{"], "--chunk-cache-config is not valid JSON"),
         *(
             (

@@ -174,6 +174,12 @@ def test_no_server(capsys):
     assert "start one with `python -m sglang.launch_server" in remedy
 
 
+def test_flags_of_a_running_server_are_refused(capsys):
+    assert main(["--url", "http://127.0.0.1:9", "--chunk-cache-ratio", "7"]) == 2
+    words = "--chunk-cache-ratio: given with --url, and a running server has its flags; "
+    assert capsys.readouterr().err.startswith(f"{PROG}: {words}")
+
+
 @pytest.mark.parametrize(
     ("argv", "words"), [(["--prompt", "p"], "--prompt: given"), (["--watch", "3"], "--watch: given")]
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -53,6 +55,21 @@ def test_a_second_writer_is_refused_and_changes_nothing(tmp_path: Path) -> None:
         assert path.read_bytes() == before
     with ReplyLog(path, SETTINGS, resume=True) as log:
         assert len(log) == 1
+
+
+def test_a_log_that_cannot_be_written_anew_stays_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "log.jsonl"
+    with ReplyLog(path, SETTINGS) as log:
+        log.append([reply("p1"), reply("p2")])
+    before = path.read_bytes()
+
+    def fail(_: int) -> None:
+        raise OSError(errno.ENOSPC, "no space")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match="no space"):
+        ReplyLog(path, SETTINGS, resume=True)
+    assert path.read_bytes() == before
 
 
 def test_a_line_that_was_cut_off_is_asked_again(tmp_path: Path) -> None:

@@ -199,6 +199,7 @@ def test_a_target_is_parsed_and_described() -> None:
         ({"kl": 0.1, "steps": []}, "is not a list of 1 to 16 steps"),
         ({"kl": 0.1, "steps": ["epic"]}, r"steps\[0\]: 'epic' is not a \[method, ratio\] pair"),
         ({"kl": 0.1, "steps": [["best", 0.1]]}, r"steps\[0\]\[0\]: unknown method 'best'"),
+        ({"kl": 0.1, "steps": [["epic", 0.3], ["a3", 0.1], ["epic", 0.3]]}, r"steps\[2\]\[1\]: 0.3 is not above the "),
         ({"kl": 0.1, "steps": [["epic", 2]]}, r"steps\[0\]\[1\]: 2 is not a number in \[0, 1\]"),
     ],
 )

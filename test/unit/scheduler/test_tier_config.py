@@ -95,6 +95,7 @@ def test_no_bytes(value):
             "tiers.max_variants_per_chunk: 0 is not an integer of at least 1",
         ),
         ({"disk": "/x", "num_threads": True}, "tiers.num_threads: true is not an integer"),
+        ({"remote": "redis://[::1"}, "tiers.remote.url: not a url (Invalid IPv6 URL); give one such as redis://"),
         ({"disk": "/x", "timeout_s": 1e10}, "tiers.timeout_s: 10000000000.0 is more than a day; give at most 86400"),
         ({"disk": "/x", "timeout_s": 0}, "tiers.timeout_s: 0 is not a number of at least 0.001"),
         ({"disk": "/x", "timeout_s": float("nan")}, "tiers.timeout_s: nan is not a number"),

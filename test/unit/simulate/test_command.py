@@ -37,6 +37,8 @@ def test_a_users_trace_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[
         (["run", "--set", "num_chunks=x"], "--set num_chunks=x: 'x' is not of type int; give one"),
         (["run", "--policies", "arc"], "--policies: unknown policy 'arc'; known: lru"),
         (["run", "--set", "num_requests=5", "--pool", "100"], "--pool: 100 tokens do not hold the longest prompt"),
+        (["crowd", "--set", "num_requests=40", "--clients", "20"], "clients: 40 requests are too few for 20 clients; "),
+        (["crowd", "--rates", "0"], "--rates: 0 is not a rate above 0; give requests a second"),
         (["run", "--jsonl", "nowhere.jsonl"], "nowhere.jsonl: cannot be read"),
     ],
 )

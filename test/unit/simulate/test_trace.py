@@ -74,6 +74,7 @@ def test_sessions_bring_their_own_chunks_again() -> None:
         ({"order": "random"}, "order: unknown order 'random'; known orders: new, drawn, sorted"),
         ({"chunks_per_request": 201}, "chunks_per_request: 201 of a corpus that begins with 200"),
         ({"topic_share": 1.5}, r"topic_share: 1.5 is not in \[0, 1\]; give such a number"),
+        ({"topic_share": 1.0, "topic_size": 3}, "topic_share: 1 lets a request have chunks of one topic only"),
         ({"num_requests": 0}, "num_requests: 0 is not at least 1"),
         ({"repeat_share": 0.1}, "repeat_share: no order is new"),
     ],

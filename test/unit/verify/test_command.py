@@ -46,6 +46,8 @@ def findings_of(losses: dict[str, float], num: int = 60, target: float = 0.05) -
         (["m", "p", "--tolerance", "-1"], "--tolerance: -1 is not above 0"),
         (["m", "p", "--ratios", "0.1", "1.5"], "--ratios: 1.5 is not in [0, 1]"),
         (["m", "p", "--alphas", "0"], "--alphas: 0 is not above 0"),
+        (["m", "p", "--", "--port", "30000"], "-- --port: this command sets it itself; leave it out"),
+        (["m", "p", "--", "--api-key=K"], "-- --api-key=K: this command sets it itself; leave it out"),
         (["http://x", "p", "--", "--tp", "2"], "-- --tp: a running server has its flags"),
         (["--url", "http://x", "m", "p"], "--url http://x: m is named too"),
         ([], "the following arguments are required: MODEL_OR_URL"),

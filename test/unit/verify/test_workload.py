@@ -142,6 +142,11 @@ def test_what_a_server_printed_is_read_by_its_events(tmp_path: Path, tokenizer: 
         ({"text": "one<|chunk|>separator"}, "text: only one separator"),
         ({"messages": "hello"}, "messages: not a list of messages"),
         ({"input_ids": [1, "x"]}, "input_ids: not a list of token ids"),
+        ({"input_ids": [1, 2**70]}, "input_ids: not a list of token ids"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "search_result", "content": 5}, {"text": TEXT}]}]},
+            "search_result.content: 5 is not a list of texts",
+        ),
         ({"input_ids": [1, 2], "custom_params": SPANS}, "custom_params.chunk_cache.spans"),
         ({"input_ids": [1, 2], "custom_params": {"chunk_cache": "{"}}, "chunk_cache: not JSON (Expecting"),
         ({"text": TEXT, "answers": "Italy"}, "answers: not a list of strings"),
