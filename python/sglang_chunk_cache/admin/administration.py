@@ -95,6 +95,7 @@ class Admin:
         self.manager, self.num_replicas = manager, num_replicas
         self.warm_slots = asyncio.Semaphore(MAX_BATCH)  # of all clients together
         self._communicator = communicator
+        self._booted_at = time.time() - time.monotonic()  # once: a clock that is set later moves no end of a pin
         self._tasks: set[asyncio.Task[Any]] = set()
 
     @property
@@ -202,7 +203,7 @@ class Admin:
             AdminRefused: more tokens would be pinned than may be, or none of the keys is known.
         """
         keys = self.keys_of(pin.selection)
-        until = time.time() + pin.ttl_s
+        until = self._booted_at + time.monotonic() + pin.ttl_s
         replies = await self._ask(messages.ChunkCachePinReq(keys=_unique(keys), until=until))
         results = [reply.ranks[0] for reply in replies]
         refused = [result for result in results if result["is_refused"]]

@@ -107,6 +107,7 @@ class TierLoader:
         self._estimated_s: dict[bytes, float] = {}
         self._preload: dict[bytes, int] = {}
         self._staged: dict[bytes, int] = {}
+        self._outdated: set[bytes] = set()  # the next load that ends may have read what is deleted since
         self._num_wanting: dict[bytes, int] = {}  # requests; workers look at it
         self.num_staged_bytes = 0
         """Bytes of chunks that are there or under way, for requests that were not admitted yet."""
@@ -244,6 +245,14 @@ class TierLoader:
         """Forgets all requests."""
         self.poll(())
 
+    def note_deletion(self) -> None:
+        """Something was deleted for good: nobody waits any longer, and what is being read by now is not used."""
+        for found in (found for waiting in self._waiting.values() for found in waiting.outcome.values()):
+            if found.stream is not None:
+                found.stream.fail("unavailable")
+        self._outdated |= self._staged.keys()
+        self.clear()
+
     # Loads.
 
     def _compute_what_is_faster(
@@ -339,7 +348,11 @@ class TierLoader:
         self._workers.submit(find, partial(self._end, key, listed))
 
     def _end(self, key: bytes, listed: Mapping[str, Sequence[EntryId]], found: Found) -> None:
-        if found is UNWANTED and self._num_wanting.get(key):  # by a request that came since the worker looked
+        if key in self._outdated:
+            self._outdated.remove(key)
+            found = UNWANTED
+        # By a request that came since the worker looked; one that does without this load has no search.
+        if found is UNWANTED and key in self._searches and self._num_wanting.get(key):
             self._load(key)
             return
         for tier in found.absent:  # `listed` is from before the search: later entries were written meanwhile

@@ -197,6 +197,7 @@ class ChunkTiers:
 
     def evict_behind(self, keys: set[bytes]) -> None:
         """Deletes all variants that were computed behind these chunks; disk and store are looked through for them."""
+        self._loader.note_deletion()
         for tier in self._tiers:
             self._forget_all(tier, [info.entry_id for info in tier.writing.values() if _is_behind(keys, info)])
             behind = partial(_behind, tier, keys, tier.ledger.keys())

@@ -55,6 +55,7 @@ NUM_SLOTS = 32
 LOCAL_BUFFER_LEN = 16 << 20
 """Bytes of the client's own buffer; only descriptions go through it."""
 DEFAULT_SEGMENT = "4GB"
+_MAX_UNANSWERED = 8
 
 _FULL, _OUTSIDE = -200, -600
 _ABSENT = (-704, -703)  # not found; still being written by somebody
@@ -98,6 +99,8 @@ class MooncakeMedium(LayerwiseMedium):
         self._lock = threading.Lock()
         self._store: Any = None
         self._try_again = 0.0
+        self._unanswered: list[threading.Thread] = []  # calls that were given up; each keeps what it was given
+        self._unanswered_lock = threading.Lock()
 
     def find(self, key: bytes) -> list[VariantInfo]:
         found: dict[str, _Entry] = {}
@@ -307,6 +310,11 @@ class MooncakeMedium(LayerwiseMedium):
         return self._in_time(lambda: function(self._connected()))
 
     def _in_time(self, function: Callable[[], _T]) -> _T:
+        with self._unanswered_lock:
+            self._unanswered = [one for one in self._unanswered if one.is_alive()]
+            if len(self._unanswered) >= _MAX_UNANSWERED:
+                problem = f"{len(self._unanswered)} earlier calls have no answer yet"
+                raise TierError("timeout", self._where, problem, "check the master")
         box: list[tuple[_T | None, Exception | None]] = []
 
         def run() -> None:
@@ -320,6 +328,8 @@ class MooncakeMedium(LayerwiseMedium):
         thread.start()
         thread.join(TIMEOUT_S)
         if not box:
+            with self._unanswered_lock:
+                self._unanswered.append(thread)
             raise TierError("timeout", self._where, f"no answer in {TIMEOUT_S} s", "check the master's load")
         result, error = box[0]
         if isinstance(error, TierError):

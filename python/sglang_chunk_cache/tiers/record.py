@@ -19,6 +19,7 @@ from __future__ import annotations
 import base64
 import functools
 import json
+import re
 import struct
 import zlib
 from array import array
@@ -29,6 +30,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from chunk_cache.errors import show
 from chunk_cache.index.chunk_statistics import ChunkStatistics
 from chunk_cache.index.system_prompt import num_pieces
 from chunk_cache.keys import KEY_LEN, TEXT_LEN
@@ -40,6 +42,7 @@ PREFIX = struct.Struct("<8sIII")
 ALIGNMENT = 64
 _MAX_JSON_LEN = 64 << 20
 _MAX_NUMBER = 2**62  # of positions and generations
+_PLACE = re.compile("[0-9a-f]*")
 _STATISTICS = ("outside", "received", "inter", "system")
 _REMEDY = "it was damaged or written by something else: it is removed, and computed again when it is needed"
 
@@ -113,6 +116,8 @@ def decode(raw: bytes, fingerprint: Fingerprint, where: str) -> Record:
         record = Record(_info(fields, fingerprint), tuple(map(int, fields["checksums"])), str(fields["place"]))
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
         raise corrupt(where, f"the description is not one ({type(error).__name__}: {error})") from error
+    if not _PLACE.fullmatch(record.place):
+        raise corrupt(where, f"{show(record.place)} is no place of a payload")
     if len(record.checksums) != fingerprint.num_stored_layers:
         raise corrupt(where, f"{len(record.checksums)} checksums for {fingerprint.num_stored_layers} layers")
     return record

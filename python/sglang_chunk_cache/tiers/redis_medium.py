@@ -101,7 +101,7 @@ class RedisMedium(LayerwiseMedium):
         with self._as_tier_errors():
             digits = "?" * 32
             for name in self._client.scan_iter(match=f"{self._prefix}{digits}", count=1000):
-                yield from self._infos_of(name.decode().removeprefix(self._prefix))
+                yield from self._infos_of(name.decode(errors="replace").removeprefix(self._prefix))
 
     def read_note(self) -> bytes | None:
         with self._as_tier_errors():
@@ -177,7 +177,7 @@ class RedisMedium(LayerwiseMedium):
             problem = "the payload was gone before it was complete"
             raise TierError("timeout", self._where, problem, "check the server's memory, and the connection's speed")
         replaced = self._named_by(key, info.name, results[0])
-        if replaced is not None:
+        if replaced not in (None, payload):  # it is its own where the client tried twice
             self._client.unlink(replaced)
 
     def _forget(self, key: str, name: str, raw: bytes) -> bool:

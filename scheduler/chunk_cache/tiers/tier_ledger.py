@@ -142,6 +142,7 @@ class TierLedger:
         self._stored_bytes = 0
         self._heap: list[_Place] = []  # of found entries, and some stale ones; only with a bound
         self._own_heaps: dict[bytes, list[_Place]] = {}  # the same of each partition, only with a quota
+        self._num_own_places = 0  # pushed to them since they were made
         self._writing_bytes: dict[bytes, int] = {}  # of each partition, bytes of entries not found yet
         self._clock = 0
         self.observer: Observer | None = None
@@ -363,7 +364,8 @@ class TierLedger:
         heapq.heappush(self._heap, used.place(key))
         if self.quota.is_limited:
             heapq.heappush(self._own_heaps.setdefault(entry.partition, []), used.place(key))
-        if len(self._heap) > 2 * len(self) + 64:
+            self._num_own_places += 1
+        if max(len(self._heap), self._num_own_places) > 2 * len(self) + 64:
             self._rebuild_heaps()
 
     def _rebuild_heaps(self) -> None:
@@ -375,6 +377,7 @@ class TierLedger:
             self._own_heaps = {}
             for partition, place in stored:
                 self._own_heaps.setdefault(partition, []).append(place)
+            self._num_own_places = len(stored)
             for heap in self._own_heaps.values():
                 heapq.heapify(heap)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -96,6 +97,14 @@ def test_a_pin_ends_by_a_message_that_names_its_end(admin, schedulers):
     assert begin.keys == KEYS, "each once"
     assert end == messages.ChunkCacheUnpinReq(until=begin.until)
     assert reply["until"] == begin.until
+
+
+def test_a_clock_that_is_set_moves_no_end_of_a_pin(admin, schedulers, monkeypatch):
+    schedulers.results = {messages.ChunkCachePinReq: pinned()}
+    day = ask("POST", "pin", {"keys": [KEY], "ttl_s": 86400}).json()["until"]
+    now = time.time
+    monkeypatch.setattr(time, "time", lambda: now() + 2 * 86400)
+    assert ask("POST", "pin", {"keys": [KEY], "ttl_s": 60}).json()["until"] < day
 
 
 def test_the_limit_of_pins_is_a_409_with_the_numbers(admin, schedulers):

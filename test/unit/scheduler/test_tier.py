@@ -179,6 +179,17 @@ def test_a_partition_makes_room_out_of_its_own() -> None:
     assert (tier.quota.held(noisy), tier.quota.held(quiet), tier.stats()["share_evictions"]) == (5, 4, 15)
 
 
+def test_heaps_of_partitions_stay_small() -> None:
+    tier = TierLedger(10, partition_share=0.5)
+    for number in range(2000):
+        entry_id = EntryId(b"n%d" % number, FIRST)
+        tier.prepare_store(entry_id, 1, partition=(b"%d" % (number % 100)).ljust(16))
+        tier.complete_store(entry_id, True)
+    assert sum(map(len, tier._own_heaps.values())) <= 2 * len(tier) + 64
+    assert len(tier._own_heaps) <= 2 * len(tier) + 64
+    tier.check_integrity()
+
+
 def test_what_is_too_big_for_a_share_is_refused() -> None:
     tier = TierLedger(10, partition_share=0.5)
     assert tier.refusal(A, 6, ONE) == "partition_share"

@@ -234,10 +234,10 @@ class TestRecord:
     )
     def test_round_trip(self, tokens: list[int], context: list[bytes], start: int) -> None:
         info = replace(make_stored(length=len(tokens), context=context).info, token_ids=array("q", tokens), start=start)
-        raw = encode(FINGERPRINT, info, [1, 2, 2**32 - 1], "place")
+        raw = encode(FINGERPRINT, info, [1, 2, 2**32 - 1], "c0ffee")
         assert len(raw) % ALIGNMENT == 0
         record = decode(raw, FINGERPRINT, "")
-        assert (record.info, record.checksums, record.place) == (info, (1, 2, 2**32 - 1), "place")
+        assert (record.info, record.checksums, record.place) == (info, (1, 2, 2**32 - 1), "c0ffee")
 
     @given(raw=st.binary(max_size=200))
     def test_any_bytes(self, raw: bytes) -> None:

@@ -24,6 +24,7 @@ from sglang_chunk_cache.kv.layer_stream import LayerStream
 from sglang_chunk_cache.tiers import loader as loader_module
 from sglang_chunk_cache.tiers.disk import DiskMedium
 from sglang_chunk_cache.tiers.record import MAGIC, PREFIX, encoded_len
+from sglang_chunk_cache.tiers.search import Found
 from unit.tiers.medium_suite import FINGERPRINT, assert_same
 from unit.tiers.mounting import mount, unmount
 from unit.tiers.tier_harness import (
@@ -222,7 +223,7 @@ def test_a_damaged_description_is_told_as_well(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [{"start": 3}, {"context": "x"}, {"generation": 1e999}, {"statistics": {"inter": 1}}]
+    "change", [{"start": 3}, {"context": "x"}, {"place": "\ud800"}, {"generation": 1e999}, {"statistics": {"inter": 1}}]
 )
 def test_a_description_that_was_made_on_purpose(tmp_path: Path, change: dict[str, Any]) -> None:
     """Its checksum is right. It costs the chunk, and nobody else anything."""
@@ -398,6 +399,43 @@ def test_a_request_that_is_aborted_and_comes_again_while_its_load_waits(tmp_path
         assert result(tiers.loader.bring_in("again")[wanted(1).key]) == ("disk", None)
         tiers.loader.poll([])
         tiers.check_nothing_waits()
+
+
+def test_a_load_that_ends_beside_who_does_without_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, 1)
+    with open_tiers({"disk": tmp_path}, num_threads=1) as tiers:
+        free = threading.Event()
+        tiers.workers.submit(free.wait, lambda _: None)  # the load stands behind it
+        for rid in ("gone", "gone too"):
+            tiers.want(rid, wanted(1))
+            tiers.loader.poll([])
+        free.set()
+        while tiers.workers._done.qsize() != 2:  # the worker has found that nobody wants the chunk
+            time.sleep(0.001)
+        in_memory = Found(stored(variant(1)), "host")
+        monkeypatch.setattr(tiers.loader._search, "run_in_memory", lambda _: in_memory)
+        tiers.want("finds it there", wanted(1))
+        tiers.settle("finds it there")
+        assert result(tiers.loader.bring_in("finds it there")[wanted(1).key]) == ("host", None)
+        tiers.loader.poll([])
+        tiers.check_nothing_waits()
+
+
+def test_what_is_deleted_while_it_is_read_is_not_used(tmp_path: Path) -> None:
+    write(tmp_path, 1)
+    with open_tiers({"disk": tmp_path}, slow=SLOW) as tiers:
+        tiers.want("early", wanted(1))
+        tiers.step("early")
+        file_of(tmp_path, 1).unlink()
+        tiers.loader.note_deletion()
+        assert not tiers.loader.is_held("early")
+        assert tiers.loader.bring_in("early") == {}
+        tiers.want("late", wanted(1))  # the read goes on
+        tiers.settle("late")
+        assert tiers.loader.bring_in("late")[wanted(1).key].stored is None
+        tiers.loader.poll([])
+        tiers.check_nothing_waits()
+    assert not tiers.pool.brought
 
 
 def test_nobody_waits_after_clear(tmp_path: Path) -> None:

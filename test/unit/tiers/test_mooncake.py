@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
@@ -186,6 +187,11 @@ class TestMooncake(MediumSuite):
         running.freeze()
         try:
             assert reason_of(lambda: medium.find(KEY)) == "timeout"
+            monkeypatch.setattr(mooncake, "TIMEOUT_S", 0.01)
+            for _ in range(20):
+                assert reason_of(lambda: medium.find(KEY)) == "timeout"
+            assert sum(thread.name == "mooncake" for thread in threading.enumerate()) <= mooncake._MAX_UNANSWERED
+            monkeypatch.setattr(mooncake, "TIMEOUT_S", TIMEOUT_S)
         finally:
             running.go_on()
         until(lambda: medium.find(KEY) == [stored.info])

@@ -15,6 +15,7 @@ redis = pytest.importorskip("redis", reason="the Redis client is not installed (
 from sglang_chunk_cache.kv.stored_variant import StoredVariant, TierError  # noqa: E402
 from sglang_chunk_cache.tiers import redis_medium  # noqa: E402
 from sglang_chunk_cache.tiers.medium import Medium  # noqa: E402
+from sglang_chunk_cache.tiers.record import encode  # noqa: E402
 from sglang_chunk_cache.tiers.redis_medium import UNNAMED_S, RedisMedium  # noqa: E402
 from unit.tiers.medium_suite import (  # noqa: E402
     FINGERPRINT,
@@ -96,6 +97,30 @@ class TestRemote(MediumSuite):
         client.hset(hash_key, "other", client.hget(hash_key, sound.info.name))
         assert medium.find(KEY) == [sound.info]
         assert [error.reason for error in problems] == ["corrupt", "corrupt"]  # one for each name
+
+    def test_a_place_that_is_none(self, medium: Medium, server: RedisServer, problems: list[TierError]) -> None:
+        stored = make_stored()
+        raw = encode(FINGERPRINT, stored.info, [0] * FINGERPRINT.num_stored_layers, "\ud800")
+        server.client().hset(f"chunk_cache:{FINGERPRINT.digest}:{KEY.hex()}", stored.info.name, raw)
+        server.client().hset(f"chunk_cache:{FINGERPRINT.digest}:".encode() + b"\xff" * 32, "a", "b")
+        assert medium.find(KEY) == list(medium.scan()) == []
+        assert {error.reason for error in problems} == {"corrupt"}
+
+    def test_a_description_that_is_published_twice(self, medium: Medium, monkeypatch: pytest.MonkeyPatch) -> None:
+        """As by the client, where the connection breaks before the first reply."""
+        stored, execute = make_stored(), redis.client.Pipeline.execute
+
+        def twice(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if self.explicit_transaction or self.transaction:
+                commands = list(self.command_stack)
+                execute(self, *args, **kwargs)
+                self.command_stack = commands
+            return execute(self, *args, **kwargs)
+
+        monkeypatch.setattr(redis.client.Pipeline, "execute", twice)
+        medium.write(stored)
+        monkeypatch.undo()
+        assert medium.find(KEY) == [stored.info]
 
     def test_key_of_another_type(self, medium: Medium, server: RedisServer) -> None:
         server.client().set(f"chunk_cache:{FINGERPRINT.digest}:{KEY.hex()}", "something else")
