@@ -284,14 +284,16 @@ class _Reader:
         return "text", {"text": separator.join((head, *written, tail))}
 
     def _of_ids(self, ids: object, answer: str) -> TokenPrompt | None:
-        is_id = (isinstance(i, int) and not isinstance(i, bool) and 0 <= i < len(self.tokenizer) for i in ids or ())
-        if not isinstance(ids, list) or not all(is_id):
+        if not isinstance(ids, list) or not all(map(self._is_id, ids)):
             raise request_error("input_ids", "not a list of token ids of the model", "give one prompt per line")
         if not self.options.get("spans"):
             return None
         asked = {"spans": self.options["spans"]}
         spans = parse_request(asked, path="custom_params.chunk_cache", num_tokens=len(ids)).spans
         return TokenPrompt(tuple(ids), spans, self._ids(answer))
+
+    def _is_id(self, value: object) -> bool:
+        return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < len(self.tokenizer)
 
     def _encoded(self, marked: MarkedText, kwargs: Mapping[str, Any], answer: str) -> TokenPrompt | None:
         """The prompt of a text whose chunks are marked in it, or by spans of tokens in the options."""

@@ -88,7 +88,7 @@ def _parse_steps(value: object) -> tuple[Step, ...]:
     path = f"{FLAG}: steps"
     if not isinstance(value, (list, tuple)) or not 1 <= len(value) <= MAX_STEPS:
         raise config_error(path, f"{show(value)} is not a list of 1 to {MAX_STEPS} steps", "give [method, ratio] pairs")
-    steps = []
+    steps: list[Step] = []
     for i, item in enumerate(value):
         where = f"{path}[{i}]"
         if not isinstance(item, (list, tuple)) or len(item) != 2:
