@@ -141,14 +141,18 @@ def _likelihood_section(curves: Sequence[MethodCurve], rows: Sequence[Row]) -> l
             *_curve_table(curves, [[_interval(point, 1.0, 3) for point in points_of(curve)] for curve in curves]),
             "",
         ]
-    if more := [curve for curve in curves if any(curve.gold_mores)]:
-        lines += [
-            f"Right answer: loss minus that of `{DEFAULT.label}` at {DEFAULT.ratio:g}, question by question.",
-            "The intervals hold together (95 %, Bonferroni):",
-            "",
-        ]
-        lines += _curve_table(more, [[_interval(point, 1.0, 3) for point in curve.gold_mores] for curve in more])
-        lines += [""]
+    for title, mores_of in (
+        ("Right answer", lambda curve: curve.gold_mores),
+        ("Full prefill's own answer", lambda curve: curve.own_mores),
+    ):
+        if more := [curve for curve in curves if any(mores_of(curve))]:
+            lines += [
+                f"{title}: loss minus that of `{DEFAULT.label}` at {DEFAULT.ratio:g}, question by question.",
+                "The intervals of both answers hold together (95 %, Bonferroni):",
+                "",
+            ]
+            lines += _curve_table(more, [[_interval(point, 1.0, 3) for point in mores_of(curve)] for curve in more])
+            lines += [""]
     if not any(point for curve in curves for point in curve.gold_losses):
         return lines[:-1]
     lines += [

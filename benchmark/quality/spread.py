@@ -39,7 +39,7 @@ class MethodCurve:
             full prefill are the outermost ends of the models' intervals.
         right_diffs: likewise on the prompts that full prefill answers with a full score.
         gold_losses, own_losses: losses of likelihood, with intervals like `diffs`.
-        gold_mores: `gold_losses` minus those of the server's default, question by question.
+        gold_mores, own_mores: `gold_losses` and `own_losses` minus those of the server's default, question by question.
         kls, shares: over the models; a share is recomputed tokens / reused tokens.
     """
 
@@ -53,6 +53,7 @@ class MethodCurve:
     gold_losses: list[Point | None]
     own_losses: list[Point | None]
     gold_mores: list[Point | None]
+    own_mores: list[Point | None]
 
     @property
     def is_composed(self) -> bool:
@@ -69,7 +70,7 @@ def curves_of(rows: Iterable[Row], family: str) -> list[MethodCurve]:
 
 def _curve(label: str, rows: Sequence[Row]) -> MethodCurve:
     ratios = sorted({row.ratio for row in rows if row.ratio is not None})
-    curve = MethodCurve(label, ratios, [], [], [], [], [], [], [], [])
+    curve = MethodCurve(label, ratios, [], [], [], [], [], [], [], [], [])
     for ratio in ratios:
         cell = [row for row in rows if row.ratio == ratio]
         curve.scores.append(Point.of(row.score for row in cell))
@@ -81,6 +82,7 @@ def _curve(label: str, rows: Sequence[Row]) -> MethodCurve:
             (curve.gold_losses, "gold_loss"),
             (curve.own_losses, "own_loss"),
             (curve.gold_mores, "gold_more"),
+            (curve.own_mores, "own_more"),
         ):
             points.append(_difference(cell, name))
     return curve

@@ -54,8 +54,8 @@ class Row:
         gold_loss, own_loss: how much less likely the right answer, and the reference's own answer, are than under the
             reference: mean over all prompts of the difference of log-probability per token, nats; with standard error
             and 95 % interval, from resampling the prompts.
-        gold_more: `gold_loss` minus that of the server's default method and ratio, question by question, with an
-            interval corrected for the number of conditions that are compared with it (Bonferroni); None if the
+        gold_more, own_more: `gold_loss` and `own_loss` minus those of the server's default method and ratio, question
+            by question, with intervals corrected for the number of all such comparisons (Bonferroni); None if the
             default was not asked.
         num_right: number of all prompts that the reference answers with a full score; 0 if answers are right or wrong,
             where `diff` may be of these already.
@@ -99,6 +99,9 @@ class Row:
     gold_more: float | None = None
     gold_more_low: float | None = None
     gold_more_high: float | None = None
+    own_more: float | None = None
+    own_more_low: float | None = None
+    own_more_high: float | None = None
     num_right: int = 0
     right_diff: float | None = None
     right_diff_low: float | None = None
@@ -221,8 +224,11 @@ def _losses(current: Sequence[Reply], reference: Sequence[Reply]) -> dict[str, A
 
 def _more(current: Sequence[Reply], default: Sequence[Reply], compared: int) -> dict[str, Any]:
     """Args: compared: number of conditions that are compared with the default; all their intervals hold jointly."""
-    confidence = 1 - (1 - CONFIDENCE) / compared
-    return _with_interval("gold_more", _less_likely("gold", current, default), confidence)
+    found: dict[str, Any] = {}
+    for name in FORCED:
+        confidence = 1 - (1 - CONFIDENCE) / (compared * len(FORCED))
+        found |= _with_interval(f"{name}_more", _less_likely(name, current, default), confidence)
+    return found
 
 
 def _less_likely(name: str, current: Sequence[Reply], other: Sequence[Reply]) -> Floats:
