@@ -194,6 +194,8 @@ class TestMooncake(MediumSuite):
             monkeypatch.setattr(mooncake, "TIMEOUT_S", TIMEOUT_S)
         finally:
             running.go_on()
+        assert isinstance(medium, MooncakeMedium)
+        until(lambda: not any(thread.is_alive() for thread in medium._unanswered))
         until(lambda: medium.find(KEY) == [stored.info])
 
 
