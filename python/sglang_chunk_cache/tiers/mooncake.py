@@ -56,8 +56,8 @@ LOCAL_BUFFER_LEN = 16 << 20
 """Bytes of the client's own buffer; only descriptions go through it."""
 DEFAULT_SEGMENT = "4GB"
 _MAX_UNANSWERED = 8
-"""Calls without an answer, beyond which no further one is made until one of them ends, as all do once the master goes on
-or the connection breaks."""
+"""Calls without an answer, beyond which no further one is made until one of them ends, as all do once the master goes
+on or the connection breaks."""
 
 _FULL, _OUTSIDE = -200, -600
 _ABSENT = (-704, -703)  # not found; still being written by somebody
