@@ -203,6 +203,10 @@ def _each(value: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     yield value
 
 
+def _is_id(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**31  # the server knows how many
+
+
 def _options_of(value: Mapping[str, Any]) -> Mapping[str, Any]:
     """The object `chunk_cache` of a request, wherever a route accepts it; empty if there is none.
 
@@ -284,16 +288,13 @@ class _Reader:
         return "text", {"text": separator.join((head, *written, tail))}
 
     def _of_ids(self, ids: object, answer: str) -> TokenPrompt | None:
-        if not isinstance(ids, list) or not all(map(self._is_id, ids)):
-            raise request_error("input_ids", "not a list of token ids of the model", "give one prompt per line")
+        if not isinstance(ids, list) or not all(map(_is_id, ids)):
+            raise request_error("input_ids", "not a list of token ids", "give one prompt per line")
         if not self.options.get("spans"):
             return None
         asked = {"spans": self.options["spans"]}
         spans = parse_request(asked, path="custom_params.chunk_cache", num_tokens=len(ids)).spans
         return TokenPrompt(tuple(ids), spans, self._ids(answer))
-
-    def _is_id(self, value: object) -> bool:
-        return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < len(self.tokenizer)
 
     def _encoded(self, marked: MarkedText, kwargs: Mapping[str, Any], answer: str) -> TokenPrompt | None:
         """The prompt of a text whose chunks are marked in it, or by spans of tokens in the options."""
