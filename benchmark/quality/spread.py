@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from benchmark.quality.table import Row
 
@@ -45,15 +45,15 @@ class MethodCurve:
 
     label: str
     ratios: list[float]
-    scores: list[Point | None]
-    diffs: list[Point | None]
-    right_diffs: list[Point | None]
-    kls: list[Point | None]
-    shares: list[Point | None]
-    gold_losses: list[Point | None]
-    own_losses: list[Point | None]
-    gold_mores: list[Point | None]
-    own_mores: list[Point | None]
+    scores: list[Point | None] = field(default_factory=list)
+    diffs: list[Point | None] = field(default_factory=list)
+    right_diffs: list[Point | None] = field(default_factory=list)
+    kls: list[Point | None] = field(default_factory=list)
+    shares: list[Point | None] = field(default_factory=list)
+    gold_losses: list[Point | None] = field(default_factory=list)
+    own_losses: list[Point | None] = field(default_factory=list)
+    gold_mores: list[Point | None] = field(default_factory=list)
+    own_mores: list[Point | None] = field(default_factory=list)
 
     @property
     def is_composed(self) -> bool:
@@ -70,7 +70,7 @@ def curves_of(rows: Iterable[Row], family: str) -> list[MethodCurve]:
 
 def _curve(label: str, rows: Sequence[Row]) -> MethodCurve:
     ratios = sorted({row.ratio for row in rows if row.ratio is not None})
-    curve = MethodCurve(label, ratios, [], [], [], [], [], [], [], [], [])
+    curve = MethodCurve(label, ratios)
     for ratio in ratios:
         cell = [row for row in rows if row.ratio == ratio]
         curve.scores.append(Point.of(row.score for row in cell))

@@ -1,11 +1,13 @@
 """JSONL files: `read_jsonl` gives (`file:line`, object) for every line, or raises a `DataError`.
 
-`object_in` reads one line, or another text from a user that must be a JSON object.
+`object_in` reads one line, or another text from a user that must be a JSON object; `refuse_pipe` checks a path, and
+`replace_file` writes a file as a whole.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -38,6 +40,26 @@ def object_in(text: str | bytes) -> dict[str, Any]:
     return value
 
 
+def refuse_pipe(path: Path) -> None:
+    """Raises a `DataError` where a path is a pipe: our commands read their files more than once."""
+    if path.is_fifo():
+        raise DataError(f"{path}: a pipe, which can be read once only; write its lines into a file.")
+
+
+def replace_file(path: Path, texts: Iterable[str]) -> None:
+    """Replaces a file as a whole: whenever the process dies, or the disk is full, it is the old one or the new one.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    with temporary.open("w", encoding="utf-8") as file:
+        file.writelines(texts)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
 def read_jsonl(path: str | Path) -> Iterable[tuple[str, dict[str, Any]]]:
     """(`file:line`, object) for every line that is not empty; for a server's log, for every event in it.
 
@@ -45,8 +67,7 @@ def read_jsonl(path: str | Path) -> Iterable[tuple[str, dict[str, Any]]]:
         DataError: the file cannot be read, or a line is not a JSON object.
     """
     path = Path(path)
-    if path.is_fifo():
-        raise DataError(f"{path}: a pipe, which can be read once only; write its lines into a file.")
+    refuse_pipe(path)
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -52,6 +52,10 @@ def _leave(number: int, frame: FrameType | None) -> None:
     raise SystemExit(128 + number)
 
 
+OWN_FLAGS = ("--model-path", "--model", "--host", "--port", "--api-key", "--admin-api-key")
+"""Flags that a user may not give: `OwnServer` sets them, or its client would have to know them."""
+
+
 class OwnServer:
     """One server process group: ready when the context is entered, ended with all children when it is left."""
 

@@ -149,7 +149,6 @@ def _ask(args: argparse.Namespace) -> tuple[PromptTokens, list[Explanation], lis
     """Asks the server; returns the prompt, one explanation per method, and notes."""
     if args.prompt is None:
         raise request_error("--prompt", "missing", "give a text file, or kept replies by --replies")
-    _range(args.tokens, sys.maxsize)
     if args.save is not None and not (Path(args.save).parent.is_dir() and not Path(args.save).is_dir()):
         raise request_error(f"--save {args.save}", "not a file in a folder that exists", "name another file")
     if args.max_new_tokens < 1:
@@ -161,6 +160,7 @@ def _ask(args: argparse.Namespace) -> tuple[PromptTokens, list[Explanation], lis
     with ExplainClient(args.url, args.api_key, args.separator, extra_key) as client:
         tokenizer = load_tokenizer(args.tokenizer or client.tokenizer_path())
         tokens = tokenize(tokenizer, marked)
+        _range(args.tokens, len(tokens.texts))
         with progress(len(conditions), "asking", "methods") as bar:
             if args.prime:
                 client.prime(marked)
@@ -209,8 +209,7 @@ def _range(text: str | None, num_tokens: int) -> Span:
     except ValueError:
         shown = 0, 0
     if not colon or not 0 <= shown[0] < shown[1]:
-        prompt = "a prompt" if num_tokens == sys.maxsize else f"the prompt of {num_tokens} tokens"
-        problem = f"{show(text)} is no range of {prompt}"
+        problem = f"{show(text)} is no range of the prompt of {num_tokens} tokens"
         raise request_error("--tokens", problem, "give START:END with START below END")
     return shown
 

@@ -23,7 +23,7 @@ from types import TracebackType
 from typing import Any, TextIO
 
 from chunk_cache_tools.conditions import Condition
-from chunk_cache_tools.jsonl import DataError, read_jsonl
+from chunk_cache_tools.jsonl import DataError, read_jsonl, replace_file
 
 HASHED_BYTES, HASHED_EVERY = 1 << 16, 1 << 23  # of each file of weights: 64 KiB of each 8 MiB, so of every large tensor
 
@@ -150,9 +150,7 @@ class ReplyLog:
         return file
 
     def _load(self) -> None:
-        text = self.path.read_text(encoding="utf-8")
-        if not text.endswith("\n"):  # the writer was killed within its last line
-            os.truncate(self.path, len(text[: text.rfind("\n") + 1].encode()))
+        os.truncate(self.path, self.path.read_bytes().rfind(b"\n") + 1)  # the writer may be killed within a line
         lines = iter(read_jsonl(self.path))
         _, settings = next(lines, ("", None))
         if settings is not None and settings != self._settings:
@@ -172,12 +170,7 @@ class ReplyLog:
     def _rewrite(self) -> TextIO:
         """Writes the settings and all replies to the file anew; returns it, open for appending."""
         lines = [self._settings, *map(asdict, self)]
-        whole = self.path.with_suffix(".new")  # an interrupt leaves the old file or the new one
-        with whole.open("w", encoding="utf-8") as file:
-            file.writelines(json.dumps(line) + "\n" for line in lines)
-            file.flush()
-            os.fsync(file.fileno())
-        whole.replace(self.path)
+        replace_file(self.path, (json.dumps(line) + "\n" for line in lines))
         return self.path.open("a", encoding="utf-8")
 
 

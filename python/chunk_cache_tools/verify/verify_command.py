@@ -32,7 +32,7 @@ from chunk_cache_tools.command_line import (
 from chunk_cache_tools.conditions import REFERENCE, Condition, MethodSpec, check_likelihood, grid, parse_method
 from chunk_cache_tools.jsonl import read_jsonl
 from chunk_cache_tools.local_tokenizer import Shape, load_shape, load_tokenizer
-from chunk_cache_tools.own_server import OwnServer, ServerError, leave_on_sigterm, offline_env
+from chunk_cache_tools.own_server import OWN_FLAGS, OwnServer, ServerError, leave_on_sigterm, offline_env
 from chunk_cache_tools.requirements import install_sglang
 from chunk_cache_tools.server_client import ServerClient
 from chunk_cache_tools.verify.fit import NUM_STEPS, TOLERATED, Check, check_fit, tolerance_of
@@ -58,7 +58,6 @@ METHODS = ("full-reuse", "near-words", "cacheblend", "fusionrag", "question-drif
 METHODS_WITH_STATES = ("seams",)  # at ratio 0 too: nothing but the seams is computed
 RATIOS = (0.05, 0.15, 0.3, 0.5)
 TARGET = 0.05
-OWN_FLAGS = ("--model-path", "--model", "--host", "--port", "--api-key", "--admin-api-key")
 NUM_FIT = 8  # prompts that the implementation is checked with
 PATIENCE_S = 1800.0  # large models load for long, and answer a call of many prompts late
 ABOUT = """\

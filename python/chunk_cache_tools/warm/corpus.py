@@ -6,7 +6,6 @@ Promise: a bad line raises no error but becomes a `Line` with a `problem`; empty
 
 from __future__ import annotations
 
-import errno
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from typing import Any
 
 from chunk_cache.errors import is_unicode, show
 from chunk_cache.prompt.marks import is_blank
-from chunk_cache_tools.jsonl import object_in
+from chunk_cache_tools.jsonl import object_in, refuse_pipe
 
 _BLOCK_LEN = 1 << 20
 
@@ -85,9 +84,9 @@ def open_corpus(path: Path, field: str) -> Corpus:
 
     Raises:
         OSError: the file cannot be read.
+        DataError: it is a pipe.
     """
-    if path.is_fifo():
-        raise OSError(errno.ESPIPE, "a pipe, which can be read once only; write its lines into a file")
+    refuse_pipe(path)
     digest = hashlib.sha256()
     num_lines, last = 0, b"\n"
     with path.open("rb") as file:

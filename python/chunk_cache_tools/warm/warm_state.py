@@ -7,10 +7,11 @@ replaced as a whole, so it always holds a saved state, whenever the process dies
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+from chunk_cache_tools.jsonl import replace_file
 
 VERSION = 1
 
@@ -57,12 +58,7 @@ class WarmState:
         Raises:
             OSError: the file cannot be written.
         """
-        temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-        with temporary.open("w", encoding="utf-8") as file:
-            json.dump({"version": VERSION, **asdict(self)}, file)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
+        replace_file(path, [json.dumps({"version": VERSION, **asdict(self)})])
 
 
 def load(path: Path) -> WarmState | None:

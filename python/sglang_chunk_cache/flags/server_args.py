@@ -20,6 +20,7 @@ import signal
 import sys
 import tempfile
 import uuid
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -226,7 +227,7 @@ def _once_each(name: str, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """The object of these keys and values."""
     found = dict(pairs)
     if len(found) < len(pairs):
-        twice = next(key for key in found if sum(key == other for other, _ in pairs) > 1)
+        (twice, _), *_ = Counter(key for key, _ in pairs).most_common(1)
         refuse(f"--chunk-cache-{name}: {twice} is given twice; leave one of them out.")
     return found
 
