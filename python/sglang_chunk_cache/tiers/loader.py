@@ -107,7 +107,7 @@ class TierLoader:
         self._estimated_s: dict[bytes, float] = {}
         self._preload: dict[bytes, int] = {}
         self._staged: dict[bytes, int] = {}
-        self._outdated: set[bytes] = set()  # the next load that ends may have read what is deleted since
+        self._is_outdated: dict[bytes, bool] = {}  # of loads that run: whether something was deleted since they began
         self._num_wanting: dict[bytes, int] = {}  # requests; workers look at it
         self.num_staged_bytes = 0
         """Bytes of chunks that are there or under way, for requests that were not admitted yet."""
@@ -250,7 +250,7 @@ class TierLoader:
         for found in (found for waiting in self._waiting.values() for found in waiting.outcome.values()):
             if found.stream is not None:
                 found.stream.fail("unavailable")
-        self._outdated |= self._staged.keys()
+        self._is_outdated = dict.fromkeys(self._is_outdated, True)
         self.clear()
 
     # Loads.
@@ -343,13 +343,13 @@ class TierLoader:
         if key not in self._staged:  # otherwise another request still holds what an earlier load found
             self._staged[key] = self._num_bytes(self._searches[key].chunk)
             self.num_staged_bytes += self._staged[key]
+        self._is_outdated[key] = False
         find = partial(self._find, self._searches[key], self._preload.get(key))
         listed = {tier.name: tier.ledger.entries_of(key) for tier in self._tiers}
         self._workers.submit(find, partial(self._end, key, listed))
 
     def _end(self, key: bytes, listed: Mapping[str, Sequence[EntryId]], found: Found) -> None:
-        if key in self._outdated:
-            self._outdated.remove(key)
+        if self._is_outdated.pop(key):
             found = UNWANTED
         # By a request that came since the worker looked; one that does without this load has no search.
         if found is UNWANTED and key in self._searches and self._num_wanting.get(key):
