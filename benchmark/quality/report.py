@@ -130,29 +130,23 @@ def _family_section(rows: Sequence[Row], family: str) -> list[str]:
 def _likelihood_section(curves: Sequence[MethodCurve], rows: Sequence[Row]) -> list[str]:
     """How much likelihood answers lose by reuse, and from which ratio on the loss is small."""
     lines = ["### Likelihood", ""]
-    for title, points_of in (
-        ("Right answer", lambda curve: curve.gold_losses),
-        ("Full prefill's own answer", lambda curve: curve.own_losses),
-    ):
-        if not any(point for curve in curves for point in points_of(curve)):
-            continue  # as with summaries, which have no right answer but the full prefill's own
-        lines += [f"{title}: log-probability lost against full prefill, nats a token [95 % interval, all prompts]:", ""]
-        lines += [
-            *_curve_table(curves, [[_interval(point, 1.0, 3) for point in points_of(curve)] for curve in curves]),
-            "",
-        ]
-    for title, mores_of in (
-        ("Right answer", lambda curve: curve.gold_mores),
-        ("Full prefill's own answer", lambda curve: curve.own_mores),
-    ):
-        if more := [curve for curve in curves if any(mores_of(curve))]:
+    answers = (
+        ("Right answer", [(curve, curve.gold_losses, curve.gold_mores) for curve in curves]),
+        ("Full prefill's own answer", [(curve, curve.own_losses, curve.own_mores) for curve in curves]),
+    )
+    for title, mine in answers:
+        if any(any(losses) for _, losses, _ in mine):  # summaries have no right answer but the full prefill's own
+            lines += [f"{title}: log-probability lost against full prefill, nats a token [95 % interval, all prompts]:"]
+            lines += ["", *_nats_table([(curve, losses) for curve, losses, _ in mine]), ""]
+    for title, mine in answers:
+        if shown := [(curve, mores) for curve, _, mores in mine if any(mores)]:
             lines += [
                 f"{title}: loss minus that of `{DEFAULT.label}` at {DEFAULT.ratio:g}, question by question.",
                 "The intervals of both answers hold together (95 %, Bonferroni):",
                 "",
+                *_nats_table(shown),
+                "",
             ]
-            lines += _curve_table(more, [[_interval(point, 1.0, 3) for point in mores_of(curve)] for curve in more])
-            lines += [""]
     if not any(point for curve in curves for point in curve.gold_losses):
         return lines[:-1]
     lines += [
@@ -210,6 +204,12 @@ def _curve_table(curves: Sequence[MethodCurve], texts: Sequence[Sequence[str]]) 
         at = dict(zip(curve.ratios, row, strict=True))
         cells.append((f"`{curve.label}`", *(at.get(ratio, "") for ratio in ratios)))
     return markdown_table(("method", *(f"{ratio:g}" for ratio in ratios)), cells)
+
+
+def _nats_table(curves: Sequence[tuple[MethodCurve, Sequence[Point | None]]]) -> list[str]:
+    """A table of differences in nats a token."""
+    texts = [[_interval(point, 1.0, 3) for point in points] for _, points in curves]
+    return _curve_table([curve for curve, _ in curves], texts)
 
 
 def _percent(point: Point | None) -> str:

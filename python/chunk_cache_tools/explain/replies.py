@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from chunk_cache.errors import request_error
+from chunk_cache.errors import request_error, show
 from chunk_cache_tools.explain.shown_prompt import PromptTokens
 from chunk_cache_tools.explain.states import Explanation, explain
 from chunk_cache_tools.jsonl import object_in
@@ -29,8 +29,7 @@ def explain_reply(label: str, reply: Mapping[str, Any], tokens: PromptTokens, pa
     Raises:
         ChunkCacheRequestError: the reply has no explanation, or is about another prompt.
     """
-    meta_info = reply.get("meta_info")
-    one = explain(label, str(reply.get("text", "")), meta_info and meta_info.get(_KEY), path)
+    one = explain(label, str(reply.get("text", "")), _about(reply), path)
     if not label:
         one = Explanation(_own_label(one.reply), one.reply, one.answer, one.states)
     if len(one.states) != len(tokens.texts) or one.spans != tokens.spans:
@@ -68,6 +67,8 @@ def load(path: str, read_tokens: Callable[[], PromptTokens] | None) -> tuple[Pro
         if not isinstance(reply, Mapping):
             raise request_error(where, "not a reply", "save replies of /generate, one per line")
         if "tokens" in value:
+            if not isinstance(value["tokens"], list):
+                raise request_error(where, f"tokens: {show(value['tokens'])} is not a list", "save replies with --save")
             texts = tuple(map(str, value["tokens"]))
             if tokens is not None and texts != tokens.texts:
                 remedy = "give the replies of each prompt in a file of its own"
@@ -105,8 +106,13 @@ def _read_lines(path: str) -> list[tuple[int, dict[str, Any]]]:
 
 
 def _spans(reply: Mapping[str, Any], path: str) -> tuple[tuple[int, int], ...]:
+    return explain("", "", _about(reply), path).spans
+
+
+def _about(reply: Mapping[str, Any]) -> object:
+    """The object `meta_info["chunk_cache"]`, or None."""
     meta_info = reply.get("meta_info")
-    return explain("", "", meta_info and meta_info.get(_KEY), path).spans
+    return meta_info.get(_KEY) if isinstance(meta_info, Mapping) else None
 
 
 def _own_label(reply: Mapping[str, Any]) -> str:

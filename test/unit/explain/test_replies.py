@@ -57,6 +57,8 @@ def test_replies_of_another_prompt_are_refused(tmp_path, tokens, make_reply):
         ("[" * 10**5 + "]" * 10**5, ":1: objects or lists are nested too deep; put one object on each line"),
         ('{"tokens": ["a"], "reply": 3}', ":1: not a reply"),
         ('{"tokens": ["a"], "reply": {}}', ":1: no object chunk_cache"),
+        ('{"tokens": ["a"], "reply": {"meta_info": [1]}}', ":1: no object chunk_cache"),
+        ('{"tokens": 5, "reply": {}}', ":1: tokens: 5 is not a list; save replies with --save"),
         (None, "cannot be read (No such file or directory)"),
     ],
 )
