@@ -68,7 +68,7 @@ def _parse_items(
 
     Args:
         text: a string, a list of strings, or None.
-        input_ids: a list of ids, a list of such lists, or None; ignored where there is text.
+        input_ids: a list of ids, a list of such lists, or None; of a request with text too, `prepare` checks them.
         sampling_params: an object, a list with one object per prompt, or None.
         args: the options of the server.
         names: the names of the fields, for messages.
@@ -171,11 +171,13 @@ def prepare(
     if getattr(obj, _PREPARED, False):
         return
     items = _parse_items(obj.text, obj.input_ids, obj.sampling_params, args, names, tags or Marks())
+    has_both = obj.text is not None and obj.input_ids is not None
+    given = [(item.path, item.ids) for item in items if item.ids is not None]
+    for path, ids in _ids_beside(obj) if has_both else given:
+        _check_not_empty(ids, obj, path)
+        check_vocabulary(ids, manager, path)
     for item in items:
-        if item.ids is not None:
-            _check_not_empty(item.ids, obj, item.path)
-            check_vocabulary(item.ids, manager, item.path)
-        elif item.text is not None and item.marked is None:
+        if item.text is not None and item.marked is None and not has_both:
             _check_has_tokens(item.text, obj, manager, item.path)
         if item.opts is not None and not getattr(obj, _OWN, False):
             check_preparing(item.opts, args.parsed_config, item.opts_path)
@@ -183,6 +185,19 @@ def prepare(
     if any(item.opts is not None for item in items):
         _rewrite(obj, items, manager, args)
     setattr(obj, _PREPARED, True)
+
+
+def _ids_beside(obj: Any) -> list[tuple[str, Sequence[int]]]:
+    """The ids of a request that has texts too, of which SGLang reads the ids; each with its path.
+
+    Raises:
+        ChunkCacheRequestError: there is not a list of ids for each text.
+    """
+    texts, is_batch = _prompts(obj.text, None)
+    given = obj.input_ids if is_batch else [obj.input_ids]
+    if len(given) != len(texts) or not all(isinstance(ids, (list, tuple)) for ids in given):
+        raise request_error("input_ids", "no list of token ids for each text", "give one, or send one of the two")
+    return [(f"input_ids[{index}]" if is_batch else "input_ids", ids) for index, ids in enumerate(given)]
 
 
 def note_own(obj: Any) -> None:

@@ -6,9 +6,9 @@ split at the tags and tokenized as a whole. So a conversation whose earlier turn
 every turn.
 
 Promises: chunks that were marked for us are in the rendered prompt, letter by letter, as they were sent; a template
-that drops, repeats or escapes them is noticed, and the request gets a 400. Marks of other services never change the
-prompt: it is rendered without them too, and if the two texts differ, the marks are not used, and a header of the
-response names them.
+that drops, repeats or escapes them is noticed, and the request gets a 400. No mark changes the prompt: it is rendered
+without marks too. If the two texts differ, the request gets a 400, or marks of other services are not used, and a
+header of the response names them. Documents that the model's own template leaves out are written by the server.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from chunk_cache.options.request_options import MAX_CHUNKS, loads
 from chunk_cache.prompt.chunk_cache_fields import KEY, as_passages
 from chunk_cache.prompt.marked_body import has_place_for_documents
 from chunk_cache.prompt.marked_ids import MarkedIds, encode_marked
-from chunk_cache.prompt.marks import Mark, Marks, split_marked, texts_of
+from chunk_cache.prompt.marks import Mark, Marks, map_texts, split_marked, texts_of
 from chunk_cache.prompt.passage import Passage
 from sglang_chunk_cache.api.capabilities import check_read_once, is_read_twice
 from sglang_chunk_cache.api.exchange import Exchange
@@ -50,11 +50,13 @@ class Rendering:
         marks: of its chunks, which stand in tags.
         separator: the server's separator, which must not stand in the rendered text.
         encoded: the tokenized prompt; None = not tokenized yet, or it has no chunks.
+        is_without_documents: whether the template was given documents, and left all of them out.
     """
 
     marks: Marks
     separator: str
     encoded: MarkedIds | None = None
+    is_without_documents: bool = False
 
     @property
     def path(self) -> str:
@@ -66,6 +68,11 @@ class Rendering:
         """The marks of the chunks in the tokenized prompt."""
         return () if self.encoded is None else self.encoded.marks
 
+    def changed_error(self) -> ChunkCacheRequestError:
+        """For a template that does not write marked chunks as they are, or writes another prompt around them."""
+        problem = "the chat template of this model, or a separator outside message contents,"
+        return request_error(self.path, f"{problem} changes the marked chunks", _SPANS_REMEDY)
+
     def encode(self, tokenizer: Any, rendered: str, encode_kwargs: Any) -> list[int] | None:
         """The ids of a rendered prompt; None where it has no chunks.
 
@@ -74,8 +81,7 @@ class Rendering:
         """
         marked = self.marks.split(rendered)
         if marked is None or any(self.separator in piece for piece in marked.pieces):
-            problem = "the chat template of this model, or a separator outside message contents,"
-            raise request_error(self.path, f"{problem} changes the marked chunks", _SPANS_REMEDY)
+            raise self.changed_error()
         if not marked.chunks:
             return None
         self.encoded = encode_marked(tokenizer, marked, encode_kwargs)
@@ -109,11 +115,13 @@ class ChunkServingChat(OpenAIServingChat):
             return super()._convert_to_internal_request(request, raw_request)
         exchange = Exchange.of(raw_request)
         exchange.give_options(request)
-        self._place(request, exchange, args)
-        rendering = Rendering(exchange.marks, args.separator)
-        converting = copy.copy(self)
-        converting.rendering = rendering
-        adapted, request = super(ChunkServingChat, converting)._convert_to_internal_request(request, raw_request)
+        untouched, marks = None, exchange.marks
+        if exchange.documents:
+            untouched, exchange.marks = request.model_copy(deep=True), marks.copied()
+        adapted, request, rendering = self._converted(request, raw_request, exchange, args, untouched is not None)
+        if rendering.is_without_documents:
+            exchange.marks = marks
+            adapted, request, rendering = self._converted(untouched, raw_request, exchange, args, False)
         if adapted.input_ids is None and rendering.encoded is not None:
             if manager.model_config.model_is_mrope and _has_images_only(adapted, request):
                 adapted.text, adapted.input_ids = None, rendering.encoded.ids
@@ -130,6 +138,20 @@ class ChunkServingChat(OpenAIServingChat):
         prepare(adapted, manager, args, names)
         exchange.awaits_reply = may_get_reply(adapted, args)
         return adapted, request
+
+    def _converted(
+        self, request: Any, raw_request: Any, exchange: Exchange, args: ChunkCacheArgs, asks_template: bool
+    ) -> tuple[Any, Any, Rendering]:
+        """What SGLang makes of a request with its chunks in tags.
+
+        Args:
+            asks_template: whether the model's own template writes the documents, if it has a place for them.
+        """
+        self._place(request, exchange, args, asks_template)
+        converting = copy.copy(self)
+        converting.rendering = Rendering(exchange.marks, args.separator)
+        converted = super(ChunkServingChat, converting)._convert_to_internal_request(request, raw_request)
+        return (*converted, converting.rendering)
 
     def ids_in_front(self, messages: Sequence[Mapping[str, str]]) -> tuple[int, ...]:
         """The ids in front of the first chunk of a chat that begins with these messages, which have no separators.
@@ -155,7 +177,7 @@ class ChunkServingChat(OpenAIServingChat):
         start, _ = loads(adapted.sampling_params["custom_params"][KEY]).spans[0]
         return tuple(adapted.input_ids[:start])
 
-    def _place(self, request: Any, exchange: Exchange, args: ChunkCacheArgs) -> None:
+    def _place(self, request: Any, exchange: Exchange, args: ChunkCacheArgs, asks_template: bool) -> None:
         """Puts all chunks of a request into its messages, in tags.
 
         Raises:
@@ -180,7 +202,7 @@ class ChunkServingChat(OpenAIServingChat):
                 _check_not_continued(request, path)
                 setattr(holder, name, marks.tag_pieces(marked))
         passages = asked.passages
-        if exchange.documents and self._renders_documents() and asked.template is None:
+        if asks_template and self._renders_documents() and asked.template is None:
             _put_documents(request, exchange)
         else:
             passages = (*as_passages(exchange.documents), *passages)
@@ -200,25 +222,26 @@ class ChunkServingChat(OpenAIServingChat):
         rendering = self.rendering
         if rendering is None:
             return super()._render_and_encode_chat_template(messages, **options)
+        marks = rendering.marks
         options["encode_kwargs"] = MarkedEncoding(options["encode_kwargs"], rendering)
-        if rendering.marks.own or rendering.marks.foreign:  # SGLang keeps the ids of a chat, and not where chunks stand
-            options["use_cache"] = False
-        if not rendering.marks.foreign:
+        if not marks.own and not marks.foreign:
             return super()._render_and_encode_chat_template(messages, **options)
-        text = self._rendered(messages, **options)
-        without = {
-            "messages": rendering.marks.without(messages, foreign_only=True),
-            **options,
-            "template_kwargs": rendering.marks.without(options["template_kwargs"], foreign_only=True),
-        }
-        expected = self._rendered(**without)
-        if text is None or rendering.marks.without(text, foreign_only=True) != expected:
-            rendering.marks.drop_foreign("the chat template changes it")
-            return super()._render_and_encode_chat_template(**without)
+        asked = {"messages": messages, **options, "use_cache": False}  # it has the ids of a chat, and no chunks
+        text = self._rendered(**asked)
+        if marks.foreign:
+            without = _untagged(asked, marks, foreign_only=True)
+            expected = self._rendered(**without)
+            if "documents" in asked["template_kwargs"]:
+                rendering.is_without_documents = expected == self._rendered(**_with_other_documents(without))
+            if text is None or marks.without(text, foreign_only=True) != expected:
+                marks.drop_foreign("the chat template changes it")
+                asked, text = without, expected
+        if text is None:
+            return super()._render_and_encode_chat_template(**asked)
+        if marks.own and marks.without(text) != self._rendered(**_untagged(asked, marks)):
+            raise rendering.changed_error()
         ids = rendering.encode(self.tokenizer_manager.tokenizer, text, options["encode_kwargs"])
-        if ids is None:
-            return super()._render_and_encode_chat_template(**without)
-        return ids, None
+        return super()._render_and_encode_chat_template(**asked) if ids is None else (ids, None)
 
     def _rendered(self, messages: Any, **options: Any) -> str | None:
         """The text that the template makes of messages; None where it makes token ids at once."""
@@ -250,6 +273,18 @@ class ChunkServingChat(OpenAIServingChat):
     def _generate_chat_stream(self, adapted_request: Any, request: Any, raw_request: Any) -> AsyncIterator[str]:
         events = super()._generate_chat_stream(adapted_request, request, raw_request)
         return sglext.end_with_reply(events, Exchange.of(raw_request).replies, "chat.completion.chunk", request)
+
+
+def _untagged(asked: Mapping[str, Any], marks: Marks, *, foreign_only: bool = False) -> dict[str, Any]:
+    """What is asked of a template, without tags."""
+    texts = {name: marks.without(asked[name], foreign_only=foreign_only) for name in ("messages", "template_kwargs")}
+    return {**asked, **texts}
+
+
+def _with_other_documents(asked: Mapping[str, Any]) -> dict[str, Any]:
+    """What is asked of a template, every text of its documents a little longer."""
+    documents = map_texts(asked["template_kwargs"]["documents"], lambda text: text + _PROBE)
+    return {**asked, "template_kwargs": {**asked["template_kwargs"], "documents": documents}}
 
 
 def _has_images_only(adapted: Any, request: Any) -> bool:

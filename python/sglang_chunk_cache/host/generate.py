@@ -23,7 +23,12 @@ from sglang_chunk_cache.api.stock_checks import check_body, check_vertex
 from sglang_chunk_cache.flags.server_args import attached, get_args
 
 VERTEX = "/vertex_generate"
-"""The route of Vertex AI, unless the environment gives it another name."""
+_RENAMED = {
+    "AIP_PREDICT_ROUTE": VERTEX,
+    "SGLANG_OLLAMA_CHAT_ROUTE": "/api/chat",
+    "SGLANG_OLLAMA_GENERATE_ROUTE": "/api/generate",
+}
+"""Routes to which the environment may give another name, by variable."""
 
 
 async def read_json(original: Callable[[Any], Any], request: Any) -> Any:
@@ -32,7 +37,7 @@ async def read_json(original: Callable[[Any], Any], request: Any) -> Any:
     body, args = await original(request), get_args()
     if not is_read and args is not None:
         path = request.url.path.removeprefix(request.scope.get("root_path", ""))
-        path = VERTEX if path == os.environ.get("AIP_PREDICT_ROUTE", VERTEX) else path
+        path = next((route for name, route in _RENAMED.items() if path == os.environ.get(name)), path)
         try:
             check_body(body)
             read_body(path, body, Exchange.of(request), MarkFlags(args.separator, args.marks, args.parts))

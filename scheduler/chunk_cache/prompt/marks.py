@@ -140,6 +140,10 @@ class Marks:
         """Whether the prompt has as many chunks as it may."""
         return len(self._marks) >= MAX_CHUNKS
 
+    def copied(self) -> Marks:
+        """The same chunks; what is added to the copy is not in the original."""
+        return Marks(dict(self.unused), list(self._marks))
+
     def tags(self, mark: Mark) -> tuple[str, str]:
         """Adds a chunk, and returns the tags to put before and behind it."""
         self._marks.append(mark)

@@ -236,6 +236,37 @@ def test_turn_without_tokens_is_left_to_sglang(service, seen):
     assert service.post("/generate", {**body, "session_params": {}}).status_code == 400
 
 
+EVEN_EXACT = {"custom_params": {"chunk_cache": {"mode": "exact"}}}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("prompt", "words"),
+    [
+        ({"text": "a", "input_ids": [10**6]}, "input_ids: a token id is not in the vocabulary"),
+        ({"text": "a", "input_ids": [10**6], "sampling_params": EVEN_EXACT}, "input_ids: a token id is not in the voc"),
+        ({"text": "a", "input_ids": []}, "input_ids: a prompt without tokens"),
+        ({"text": ["a", "b"], "input_ids": [[5], [10**6]]}, "input_ids[1]: a token id is not in the vocabulary"),
+        ({"text": ["a", "b"], "input_ids": [[5], []]}, "input_ids[1]: a prompt without tokens"),
+        ({"text": ["a", "b"], "input_ids": [[5]]}, "input_ids: no list of token ids for each text"),
+        ({"text": ["a", "b"], "input_ids": [5, 6]}, "input_ids: no list of token ids for each text"),
+        ({"text": "a", "input_ids": [[5]]}, "input_ids: a token id is not in the vocabulary"),
+    ],
+    ids=str,
+)
+def test_token_ids_beside_text_are_checked(service, seen, prompt, words, stream):
+    """SGLang reads the ids then."""
+    response = service.post("/generate", {**prompt, "stream": stream})
+    assert response.status_code == 400
+    assert words in response.text
+    assert seen == []
+
+
+def test_token_ids_beside_text_are_the_prompt(service, seen):
+    assert service.post("/generate", {"text": "", "input_ids": [5, 6]}).status_code == 200
+    assert list(seen[0].input_ids) == [5, 6]
+
+
 def test_chunks_of_both_ways_together_are_limited(service, seen):
     text, chunks = marked("", *["a"] * MAX_CHUNKS), [{"text": "b"}] * MAX_CHUNKS
     body = {"model": "m", "prompt": text, "chunk_cache": {"chunks": chunks}}
@@ -412,6 +443,13 @@ def test_the_route_of_vertex_under_another_name(service, seen, monkeypatch):
     monkeypatch.setenv("AIP_PREDICT_ROUTE", "/generate")  # one that exists
     response = service.post("/generate", {"instances": [{"text": "a"}], "chunk_cache": {"mode": "off"}})
     assert "put it into parameters.sampling_params.custom_params.chunk_cache" in response.text
+    assert seen == []
+
+
+def test_a_route_of_ollama_under_another_name(service, seen, monkeypatch):
+    monkeypatch.setenv("SGLANG_OLLAMA_GENERATE_ROUTE", "/v1/completions")
+    response = service.post("/v1/completions", {"model": "m", "prompt": marked("s", "a")})
+    assert "prompt: this route cannot mark chunks" in response.text
     assert seen == []
 
 

@@ -257,11 +257,52 @@ def test_ids_of_documents_are_those_of_their_chunks(service, seen, template, has
     assert ("<1 the rose>" in text_of(service, seen[0])) == has_place  # the template gets the number
 
 
-def test_documents_that_the_template_leaves_out_are_named(service, seen, template):
-    template("{% if tools %}{{ documents }}{% endif %}" + LOOP.replace("WRITTEN", "{{ m.content }}"))
-    response = sent(service, seen, CHAT, chat(("user", "Who?"), documents=["the rose"]))
-    assert chunks_of(service, seen[0]) == []
-    assert response.headers[UNUSED] == "documents[0] (the chat template leaves it out)"
+@pytest.mark.parametrize(
+    "kept",
+    [
+        "{% if tools %}{{ documents }}{% endif %}WRITTEN",
+        "{# documents are not supported #}WRITTEN",
+        {"default": "WRITTEN", "rag": "{{ documents }}"},
+    ],
+    ids=["with tools only", "in a comment", "in another template"],
+)
+def test_documents_that_the_template_leaves_out_are_written_by_the_server(service, seen, template, kept):
+    loop = LOOP.replace("WRITTEN", "{{ m.content }}")
+    template(
+        {k: v.replace("WRITTEN", loop) for k, v in kept.items()}
+        if isinstance(kept, dict)
+        else kept.replace("WRITTEN", loop)
+    )
+    marked = chat(("user", f"{SEP}the end{SEP}Who?"), documents=DOCUMENTS)
+    response = sent(service, seen, CHAT, marked)
+    assert chunks_of(service, seen[0]) == ["the rose", "Tales\nthe tale", "the end"]
+    assert "the rose\n\n\nTales\nthe tale\n\nthe endWho?" in text_of(service, seen[0])
+    assert UNUSED not in response.headers
+
+
+def test_documents_that_the_template_writes_in_part_are_named(service, seen, template):
+    template("{{ documents[0].text }}" + LOOP.replace("WRITTEN", "{{ m.content }}"))
+    response = sent(service, seen, CHAT, chat(("user", "Who?"), documents=DOCUMENTS))
+    assert chunks_of(service, seen[0]) == ["the rose"]
+    assert response.headers[UNUSED] == "documents[1] (the chat template leaves it out)"
+
+
+# Templates that look at how a text begins or ends, as those of Qwen3 do to find the last question.
+BY_BEGINNING = (
+    "{% for m in messages %}<|{{ m.role }}|>"
+    "{{ 'tool: ' if m.content.startswith('<tool>') and m.content.endswith('</tool>') }}{{ m.content }}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("text", [f"{SEP}<tool>the rose</tool>{SEP}", f"<tool>the rose {SEP}the tale</tool>{SEP}"])
+def test_marks_that_would_change_the_prompt_are_refused(service, seen, template, text):
+    template(BY_BEGINNING)
+    response = service.post(CHAT, chat(("user", text)))
+    assert response.status_code == 400
+    assert "changes the marked chunks" in response.text
+    assert seen == []
+    sent(service, seen, CHAT, chat(("user", f"<tool>{SEP}the rose{SEP}</tool>")))
+    assert text_of(service, seen[0]).endswith("tool: <tool>the rose</tool>")
 
 
 # Blank passages, and marks that stand elsewhere.
