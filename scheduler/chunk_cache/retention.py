@@ -81,6 +81,8 @@ class Retention:
         spans = prompt.options.spans if prompt.options.remembers else ()
         exceeds_share = bool(spans) and spans[-1][1] > self.index.quota.path_tokens.most  # the path alone
         for i, (start, end) in enumerate(spans):
+            if self._is_untrusted(prompt, i):
+                continue
             covered_len = min(end, in_tree) - start
             is_whole = covered_len == end - start
             if exceeds_share:
@@ -116,6 +118,8 @@ class Retention:
                 generation = max(generation, 1 + chunk.generation)
             is_fixed = fixes and bool(chunk.unit_cfo)
             if chunk.end > up_to or not (chunk.is_to_remember or is_fixed) or (generation and is_own_only):
+                continue
+            if self._is_untrusted(prompt, i):
                 continue
             if generation > self.config.max_generation:
                 yield Forgo(i, "generation_limit")
@@ -192,6 +196,12 @@ class Retention:
             if not is_costly or found.unit_cfo == 0.0:
                 return False
         return self._is_wanted(prompt, chunk, generation)
+
+    def _is_untrusted(self, prompt: ChunkPrompt, chunk: int) -> bool:
+        """Whether no request may use a chunk as it stands in this prompt (`trust`), and it is stored already: the first
+        such variant is kept only so that replies say why the chunk is not used."""
+        is_behind = self.config.trust == "warmed" and bool(prompt.context(chunk))
+        return is_behind and bool(self.index.variants_of(prompt.keys[chunk]))
 
     def _is_wanted(self, prompt: ChunkPrompt, chunk: int, generation: int, *, is_prepared: bool = False) -> bool:
         return self.index.wants(

@@ -134,7 +134,8 @@ class ChunkAdmin:
         self.num_flushes = 0
         self.num_due = 0  # tokens that a prompt which is computed in steps still needs, when a request is answered
         self.has_pool = True  # False while the pool's memory is given away (`/release_memory_occupation`)
-        self.pins = Pins(index, store, int(MAX_PINNED_SHARE * cache.token_to_kv_pool_allocator.size))
+        max_pinned = int(MAX_PINNED_SHARE * cache.token_to_kv_pool_allocator.size)
+        self.pins = Pins(index, store, max_pinned, is_trust_limited=manager.config.trust == "warmed")
 
     def answer(self, request: Any) -> Result:
         """The result of one request."""
@@ -264,13 +265,16 @@ class ChunkAdmin:
         return {"unpinned": [key.hex() for key in keys], "pinned_tokens": self.pins.num_tokens}
 
     def _evict(self, request: ChunkCacheEvictReq) -> Result:
-        self.pins.unpin(request.keys)
-        more = self._evict_behind(request.keys) if request.is_everywhere else {}
+        keys = request.keys
+        if request.is_everywhere and self.discoverer is not None:
+            keys = list(dict.fromkeys((*keys, *(found for key in keys for found in self.discoverer.sharing(key)))))
+        self.pins.unpin(keys)
+        more = self._evict_behind(keys) if request.is_everywhere else {}
         if self._refresh is not None:
-            self._refresh.forget(request.keys)
-        below = {} if self.tiers is None else self.tiers.evict(request.keys)
+            self._refresh.forget(keys)
+        below = {} if self.tiers is None else self.tiers.evict(keys)
         evicted = {}
-        for key in request.keys:
+        for key in keys:
             self.journal.forget_chunk_id(key)
             if self.discoverer is not None:
                 self.discoverer.forget(key)
@@ -281,9 +285,10 @@ class ChunkAdmin:
         return {"evicted": evicted} | more | (self._empty_pool() if request.is_everywhere else {})
 
     def _evict_behind(self, keys: Sequence[bytes]) -> Result:
-        """Forgets what was computed behind these chunks."""
+        """Forgets what was computed behind these chunks; derived KV also in front of them, where `drift` may have
+        brought something of theirs."""
         gone = set(keys)
-        behind = [variant for variant in self.index if not gone.isdisjoint(variant.context)]
+        behind = [one for one in self.index if not gone.isdisjoint(one.prompt_keys if one.generation else one.context)]
         self.pins.unpin(dict.fromkeys(variant.key for variant in behind))
         num_freed = sum(self._forget(variant) for variant in behind)
         if self.tiers is not None:

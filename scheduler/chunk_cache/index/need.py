@@ -2,6 +2,7 @@
 
     Need.obstacle, fits, unit_cfo   of a variant, in the pool or below it
     Need.sort_out                   which of several may be used, and what hinders the others
+    is_trusted                      whether others may have steered a variant
     system_charge                   the part of the CFO that comes from a different system prompt
 
 The CFO of a variant is what its context costs (`reusability`), plus the share of its attention that lay on the part of
@@ -68,8 +69,7 @@ class Need:
         """Which of `OBSTACLES` a variant has; None = it may be used."""
         if variant.generation > self.max_generation:
             return "generation_limit"
-        # A derived variant may have learnt from chunks behind it too (`drift`), so that its context tells too little.
-        if self.is_trust_limited and not variant.is_prepared and (variant.context or variant.generation):
+        if self.is_trust_limited and not is_trusted(variant):
             return "untrusted"
         if self.is_system_fixed and (variant.system != self.system or self._has_other_text(variant)):
             return "other_system"
@@ -114,6 +114,14 @@ class Need:
             return statistics.cci
         inter, cci = statistics.of_context()
         return unit_cfo(cci, context, inter, self.context, place)
+
+
+def is_trusted(variant: Described) -> bool:
+    """Whether no other request's passages can have steered a variant: it was computed alone, or warmed.
+
+    A derived variant may have learnt from chunks behind it too (`drift`), so that its context tells too little.
+    """
+    return variant.is_prepared or not (variant.context or variant.generation)
 
 
 def system_charge(variant: Described, system: bytes) -> float:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from chunk_cache.index.chunk_index import ChunkIndex
+from chunk_cache.index.need import is_trusted
 from chunk_cache.index.variant import NodeHome, PathTokens, Variant
 
 MAX_PINNED_SHARE = 0.5
@@ -67,13 +68,17 @@ class Pins:
 
     Args:
         max_tokens: tokens of the pool that may be pinned.
+        is_trust_limited: whether only variants are used, and so pinned, that others cannot have steered.
     """
 
-    def __init__(self, index: ChunkIndex, store: LockingStore, max_tokens: int) -> None:
+    def __init__(
+        self, index: ChunkIndex, store: LockingStore, max_tokens: int, *, is_trust_limited: bool = False
+    ) -> None:
         self.max_tokens = max_tokens
         self.num_lost = 0
         self._index = index
         self._store = store
+        self._is_trust_limited = is_trust_limited
         self._pins: dict[bytes, _Pin] = {}
 
     def __len__(self) -> int:
@@ -175,6 +180,8 @@ class Pins:
         best: dict[bytes, tuple[tuple[int, int, int], Variant]] = {}
         for key, variants in variants_of(self._index, keys).items():
             for variant in variants:
+                if self._is_trust_limited and not is_trusted(variant):
+                    continue
                 covered_len = self._store.resolve(variant)
                 rank = (covered_len, -variant.generation, variant.last_use)
                 if covered_len and (key not in best or rank > best[key][0]):

@@ -143,6 +143,25 @@ class Discoverer:
         self.counters.num_learnt_tokens += sum(end - start for start, end in learnt)
         return tuple(spans)
 
+    def sharing(self, key: bytes) -> list[bytes]:
+        """Keys of the other known chunks that share a window with a known one: passages are learnt without their ends.
+
+        A chunk that lies within it has its first boundary there; another that it overlaps has its first or its last.
+        """
+        one = self._known.get(key)
+        if one is None:
+            return []
+        boundaries = _boundaries(_hashes(one.partition, one.tokens))
+        inner = {value for _, value in boundaries}
+        ends = [one.tokens[at : at + WINDOW].tobytes() for at, _ in (boundaries[0], boundaries[-1])]
+        return [
+            other.key
+            for other in self._known.values()
+            if other is not one
+            and other.partition == one.partition
+            and (other.value in inner or any(window in other.tokens.tobytes() for window in ends))
+        ]
+
     def forget(self, key: bytes) -> None:
         """Forgets a chunk, and all prompts, since it may be in them."""
         one = self._known.pop(key, None)

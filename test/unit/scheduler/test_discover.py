@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from chunk_cache.keys import Partition
+from chunk_cache.keys import Partition, chunk_key
 from chunk_cache.prompt import discover as module
 from chunk_cache.prompt.discover import MAX_PEERS, MIN_LEN, TRIM, Discoverer
 
@@ -147,6 +147,21 @@ def test_what_is_forgotten_is_found_no_more(rng: random.Random) -> None:
     assert found.find(P, prompt(rng, [passage])) == (), "the prompts that had it are forgotten too"
     found.clear()
     assert found.stats()["num_kept_tokens"] == 0
+
+
+def test_what_was_learnt_of_a_passage_shares_a_window_with_it(rng: random.Random) -> None:
+    found, passage, others = Discoverer(), text(rng, 300), [text(rng, 300) for _ in range(3)]
+    for other in others:
+        found.note(P, array("q", other))
+    for _ in range(2):
+        found.find(P, prompt(rng, [passage]))
+    (learnt,) = set(found.keys()) - {chunk_key(P, other) for other in others}
+    wider = [*text(rng, 70), *passage, *text(rng, 70)]
+    found.note(P, array("q", passage))
+    found.note(P, array("q", wider))
+    found.note(OTHER, array("q", passage))
+    assert set(found.sharing(chunk_key(P, passage))) == {learnt, chunk_key(P, wider)}
+    assert found.sharing(chunk_key(P, [1, 2])) == []
 
 
 def test_equal_calls_give_equal_results() -> None:

@@ -60,6 +60,15 @@ def add(index: ChunkIndex, i: int, length: int = 20, start: int = 5, context: tu
     return variant
 
 
+def test_what_no_request_may_use_is_not_pinned(index, store):
+    pins = Pins(index, store, max_tokens=100, is_trust_limited=True)
+    add(index, 1, length=10)
+    add(index, 1, length=20, context=(key(9),))
+    add(index, 2, context=(key(9),))
+    assert pins.pin([key(1), key(2)], until=9.0).pinned == {key(1): 10}
+    assert [variant.context for variant in store.locks] == [()]
+
+
 def test_pin_and_unpin(index, store, pins):
     a, b = add(index, 1), add(index, 2)
     result = pins.pin([key(1), key(3), key(2)], until=9.0)

@@ -119,6 +119,33 @@ def test_a_chunk_behind_the_text_that_it_is_stored_behind_is_not_kept_in_part(sy
     assert kept(1, in_tree=11) == [0], "of chunk 3 it has five tokens of seven"
 
 
+@pytest.mark.parametrize(("trust", "kinds"), [("any", {"met"}), ("warmed", {"alone"})])
+def test_strangers_do_not_displace_what_is_trusted(trust: str, kinds: set[str]) -> None:
+    server = Server(0, max_variants_per_chunk=2, max_variants=100, max_generation=8, trust=trust)
+
+    def send(*chunks: int) -> None:
+        prompt, tokens = prompt_of(chunks)
+        path = PathTokens(tokens, Partition())
+        server.store.put(path, len(tokens))
+        for keep in server.manager.remember_exact(prompt, None, in_tree=len(tokens), up_to=len(tokens)):
+            server.complete(prompt, keep, path)
+
+    send(3)
+    for stranger in (0, 1, 2, 4):
+        send(stranger, 3)
+    assert {variant.kind for variant in server.manager.index.variants_of(KEYS[3])} == kinds
+
+
+def test_a_chunk_that_strangers_only_have_sent_is_known_as_untrusted() -> None:
+    server = Server(0, max_variants_per_chunk=8, max_variants=100, trust="warmed")
+    prompt, tokens = prompt_of([0, 3])
+    path = PathTokens(tokens, Partition())
+    server.store.put(path, len(tokens))
+    for keep in server.manager.remember_exact(prompt, None, in_tree=len(tokens), up_to=len(tokens)):
+        server.complete(prompt, keep, path)
+    assert server.manager.look_up(prompt_of([1, 3])[0], 1).reason == "untrusted"
+
+
 @pytest.mark.parametrize(
     ("system_prompts", "method", "options", "kept"),
     [
