@@ -444,7 +444,7 @@ def test_what_cannot_be_prepared_fails_alone_or_is_refused(empty, passages):
     for body, start in (
         ({"texts": [a, b], "neighbours": [[7]]}, "neighbours[0][0]: 7 is none of the 2 chunks"),
         ({"texts": [a, b], "neighbours": 99}, "neighbours: 99 is not a legal number"),
-        ({"texts": [a, b], "neighbours": 1, "retriever": "/none"}, "retriever: '/none' cannot be used"),
+        ({"texts": [a, b], "neighbours": 1, "retriever": "/none"}, "retriever: the server does not load '/none'"),
     ):
         status, message = empty.refuse("warm", body)
         assert (status, message.startswith(start)) == (400, True), message

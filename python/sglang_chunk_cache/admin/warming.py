@@ -28,10 +28,9 @@ from chunk_cache.index.system_prompt import marks_of
 from chunk_cache.index.variant import variant_name
 from chunk_cache.keys import Partition, chunk_key
 from chunk_cache.options.admin_bodies import Warm
-from chunk_cache.options.warming_limits import DEFAULT_RETRIEVER
 from chunk_cache.plan.neighbours import find_neighbours
 from chunk_cache.prompt.chunk_cache_fields import KEY
-from chunk_cache.prompt.chunk_prompt import num_pieces_before, piece_keys
+from chunk_cache.prompt.chunk_prompt import nums_before, piece_keys
 from chunk_cache.prompt.filler import FILLER
 from chunk_cache.prompt.marked_ids import encode_prefix
 from chunk_cache.types import Span
@@ -114,7 +113,7 @@ class Warming:
         body = self._body
         if isinstance(body.neighbours, int):
             texts = body.selection.texts or [" ".join(map(str, ids)) for ids in body.selection.input_ids or ()]
-            self._neighbours = await asyncio.to_thread(find_neighbours, texts, body.neighbours, body.retriever)
+            self._neighbours = await asyncio.to_thread(find_neighbours, texts, body.neighbours)
         else:
             self._neighbours = body.neighbours
 
@@ -233,7 +232,7 @@ class Warming:
         ids, spans = self._prompt_of(chunk)
         keys = (*chunk.behind_keys, chunk.key)
         pieces = piece_keys(self._partition, ids, spans, keys) or keys
-        context = pieces[: num_pieces_before(spans, len(spans) - 1)]
+        context = pieces[: nums_before(spans)[-1]]
         return variant_name(spans[-1][0], int(chunk.has_neighbours), bool(chunk.behind), self._system, context)
 
     async def _missing_neighbours(self, chunks: Sequence[_Chunk]) -> list[_Chunk]:
@@ -331,9 +330,6 @@ class Warming:
             raise request_error(
                 "neighbours", problem, "drop it, or start the server with a max_generation of 1 or more"
             )
-        if body.selection.texts is None and body.retriever != DEFAULT_RETRIEVER:
-            remedy = f"send texts, or name {DEFAULT_RETRIEVER}"
-            raise request_error("retriever", "a model reads text, and input_ids have none", remedy)
 
     def _chunk(self, place: int) -> _Chunk:
         """The chunk at a place, with its neighbours.

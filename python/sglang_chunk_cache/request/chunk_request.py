@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from chunk_cache.keys import Partition
-from chunk_cache.options.request_options import PREPARING, RequestOptions, loads, with_earlier_turns
+from chunk_cache.options.request_options import MAX_CHUNKS, PREPARING, RequestOptions, loads, with_earlier_turns
 from chunk_cache.plan.recompute_plan import RecomputePlan, lead_end
 from chunk_cache.plan.selector_answer import SelectorAnswer
 from chunk_cache.prompt.chunk_prompt import ChunkPrompt
@@ -233,7 +233,7 @@ def discover(req: Any, discoverer: Discoverer) -> None:
         return
     if options.mode != "auto":
         return
-    spans = discoverer.find(partition, ids)
+    spans = discoverer.find(partition, ids)[:MAX_CHUNKS]
     if spans:
         prompt = _prompt_of(req, options.with_spans(spans))
         # Too late to ask the selector: prompts are tokenized already.

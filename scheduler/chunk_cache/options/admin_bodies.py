@@ -84,7 +84,6 @@ class Warm:
         alone: nothing but the prefix stands in front of a chunk; else the filler does, or neighbours.
         neighbours: how many similar chunks each is computed behind; or a list of them for each, by their places in the
             selection. Chunks without a list are there only to be neighbours. None = behind none.
-        retriever: finds the neighbours.
         dry_run: only say what it would take.
     """
 
@@ -93,7 +92,6 @@ class Warm:
     prefix_ids: tuple[int, ...] | None
     batch: int
     neighbours: int | tuple[tuple[int, ...], ...] | None = None
-    retriever: str = DEFAULT_RETRIEVER
     dry_run: bool = False
     alone: bool = False
     messages: tuple[dict[str, str], ...] | None = None
@@ -152,6 +150,9 @@ def parse_warm(body: object) -> Warm:
     retriever = _text(fields.get("retriever"), "retriever")
     if retriever is not None and not isinstance(neighbours, int):
         raise request_error("retriever", "given without a number of neighbours to find", "drop it, or give neighbours")
+    if retriever not in (None, DEFAULT_RETRIEVER):  # clients choose no model that the server downloads and runs
+        remedy = f"name {DEFAULT_RETRIEVER}, or find them by `chunk-cache warm --neighbours N --retriever MODEL`"
+        raise request_error("retriever", f"the server does not load {show(retriever)}", remedy)
     alone = _boolean(fields.get("alone", False), "alone")
     if alone and neighbours is not None:
         raise request_error("alone", "given beside neighbours", "give one of them")
@@ -162,7 +163,6 @@ def parse_warm(body: object) -> Warm:
         prefix_ids=None if prefix_ids is None else _ids(prefix_ids, "prefix_ids"),
         batch=_integer(fields.get("batch", DEFAULT_BATCH), "batch", 1, MAX_BATCH),
         neighbours=neighbours,
-        retriever=retriever or DEFAULT_RETRIEVER,
         dry_run=_boolean(fields.get("dry_run", False), "dry_run"),
         messages=_messages(fields["messages"]) if "messages" in fields else None,
     )

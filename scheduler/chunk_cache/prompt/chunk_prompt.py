@@ -1,14 +1,14 @@
 """ChunkPrompt: the marked chunks of one prompt, and what its client asked for.
 
 The *pieces* of a prompt are its chunks and the texts between them; those in front of a chunk are its context.
-`piece_spans` says where they lie, `num_pieces_before` how many stand in front of a chunk, `piece_keys` names them.
+`piece_spans` says where they lie, `nums_before` how many stand in front of each chunk, `piece_keys` names them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
 from chunk_cache.index.system_prompt import marks_of
@@ -29,9 +29,9 @@ def piece_spans(spans: Sequence[Span]) -> list[Span]:
     return [part for chunk, gap in zip(spans, gaps, strict=False) for part in (chunk, gap) if part[0] < part[1]]
 
 
-def num_pieces_before(spans: Sequence[Span], chunk: int) -> int:
-    """Number of pieces in front of a chunk."""
-    return chunk + sum(end < start for (_, end), (start, _) in pairwise(spans[: chunk + 1]))
+def nums_before(spans: Sequence[Span]) -> list[int]:
+    """Number of pieces in front of each chunk."""
+    return list(accumulate((1 + (end < start) for (_, end), (start, _) in pairwise(spans)), initial=0))
 
 
 def piece_keys(
@@ -63,10 +63,12 @@ class Memo:
 
     Attributes:
         words: rankings by words of the question, valid at any version.
+        nums_before: the prompt's own, of its spans.
     """
 
     lookups: dict[int, Lookup] = field(default_factory=dict)
     words: tuple[Ranking, ...] | None = None
+    nums_before: list[int] | None = None
     version: tuple[int, int] = (-1, -1)
     plan: RecomputePlan | None = None
     plan_of: object = None
@@ -120,8 +122,11 @@ class ChunkPrompt:
 
     def context(self, chunk: int) -> tuple[bytes, ...]:
         """The pieces in front of a chunk."""
-        num = chunk if self.pieces is None else num_pieces_before(self.options.spans, chunk)
-        return self.all_pieces[:num]
+        if self.pieces is None:
+            return self.keys[:chunk]
+        if self.memo.nums_before is None:
+            self.memo.nums_before = nums_before(self.options.spans)
+        return self.pieces[: self.memo.nums_before[chunk]]
 
     @property
     def all_pieces(self) -> tuple[bytes, ...]:

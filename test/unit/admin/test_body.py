@@ -94,6 +94,7 @@ def test_pin_needs_a_ttl():
         ({"texts": ["a"], "retriever": "tfidf"}, "retriever: given without a number of neighbours"),
         ({"texts": ["a", "b"], "neighbours": [[1]], "retriever": "tfidf"}, "retriever: given without"),
         ({"texts": ["a"], "neighbours": 2, "retriever": 3}, "retriever: 3 is not a string"),
+        ({"texts": ["a"], "neighbours": 2, "retriever": "some/model"}, "retriever: the server does not load 'some/mod"),
         ({"texts": ["a"], "dry_run": 1}, "dry_run: 1 is neither true nor false; give one of them"),
     ],
 )
@@ -106,13 +107,13 @@ def test_bad_warm_is_named(value, start):
 def test_warm_with_all_fields():
     warm = body.parse_warm({"input_ids": [[3], [4, 5]], "extra_key": "", "prefix_ids": [], "batch": 2})
     assert warm == body.Warm(body.ChunkNames(input_ids=((3,), (4, 5))), None, (), 2)
-    warm = body.parse_warm({"texts": ["a", "b"], "neighbours": 3, "retriever": "some/model", "dry_run": True})
-    assert (warm.neighbours, warm.retriever, warm.dry_run) == (3, "some/model", True)
+    warm = body.parse_warm({"texts": ["a", "b"], "neighbours": 3, "retriever": "tfidf", "dry_run": True})
+    assert (warm.neighbours, warm.dry_run) == (3, True)
     front = {"role": "system", "content": "Read."}
     assert body.parse_warm({"texts": ["a"], "messages": [front], "prefix_text": None}).messages == (front,)
     assert (body.parse_warm({"texts": ["a"], "messages": []}).messages, warm.messages) == ((), None)
     warm = body.parse_warm({"texts": ["a", "b", "c"], "neighbours": [[1, 2], []]})
-    assert (warm.neighbours, warm.retriever, warm.dry_run) == (((1, 2), ()), "tfidf", False)
+    assert (warm.neighbours, warm.dry_run) == (((1, 2), ()), False)
 
 
 @pytest.mark.parametrize("value", [{"all": False}, {"all": 1}, {"all": True, "keys": [KEY]}])

@@ -172,7 +172,7 @@ def test_texts_need_a_tokenizer(admin, schedulers):
     ("config", "fields", "message"),
     [
         ({"max_generation": 0}, {"neighbours": 2}, "neighbours: this server uses exact variants only"),
-        ({}, {"neighbours": 2, "retriever": "some/model"}, "retriever: a model reads text, and input_ids have none"),
+        ({}, {"neighbours": 2, "retriever": "some/model"}, "retriever: the server does not load 'some/model'"),
         ({}, {"neighbours": [[2]]}, "neighbours[0][0]: 2 is none of the 2 chunks"),
     ],
 )

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from chunk_cache.keys import Partition, chunk_key
 from chunk_cache.options.request_options import RequestOptions
-from chunk_cache.prompt.chunk_prompt import ChunkPrompt, num_pieces_before, piece_keys, piece_spans
+from chunk_cache.prompt.chunk_prompt import ChunkPrompt, nums_before, piece_keys, piece_spans
 
 PARTITION = Partition()
 IDS = list(range(100))
@@ -31,7 +31,7 @@ def test_pieces_cover_all_from_the_first_chunk_to_the_last(chunks: list[tuple[in
     pieces = piece_spans(chunks)
     assert all(left[1] == right[0] for left, right in pairwise(pieces))
     assert (pieces[0][0], pieces[-1][1]) == (chunks[0][0], chunks[-1][1])
-    assert [pieces[num_pieces_before(chunks, i)] for i in range(len(chunks))] == chunks
+    assert [pieces[num] for num in nums_before(chunks)] == chunks
 
 
 @given(touching())
