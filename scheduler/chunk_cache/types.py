@@ -13,6 +13,9 @@ from typing import TypeAlias
 Span: TypeAlias = tuple[int, int]
 """Half-open range ``[start, end)`` of token positions in a prompt."""
 
+MAX_ID_LEN = 80
+"""Characters that are kept, and shown, of what a client calls a request or a chunk."""
+
 
 class Status(StrEnum):
     """What became of one marked chunk; if it begins inside the exact prefix, its part behind the prefix decides."""

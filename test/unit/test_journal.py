@@ -11,10 +11,9 @@ from chunk_cache.options.request_options import RequestOptions
 from chunk_cache.plan.chunk_plan import ChunkPlan
 from chunk_cache.plan.recompute_plan import RecomputePlan
 from chunk_cache.prompt.chunk_prompt import ChunkPrompt
-from chunk_cache.types import Status
+from chunk_cache.types import MAX_ID_LEN, Status
 from sglang_chunk_cache.admin.journal import (
     KINDS,
-    MAX_ID_LEN,
     NUM_CHUNK_IDS,
     NUM_COLUMNS,
     NUM_MINUTES,

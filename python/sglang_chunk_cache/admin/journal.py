@@ -18,6 +18,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from chunk_cache.plan.recompute_plan import RecomputePlan
+from chunk_cache.types import MAX_ID_LEN
 from sglang_chunk_cache.request.chunk_request import ChunkRequest, Reported
 from sglang_chunk_cache.request.reply import reply_of
 
@@ -25,7 +26,6 @@ NUM_REQUESTS = 50
 NUM_MINUTES = 120
 NUM_COLUMNS = 160
 NUM_CHUNK_IDS = 4096
-MAX_ID_LEN = 80
 KINDS = ("prefix", "reused", "recomputed", "computed")
 """What becomes of a token; `recomputed` is not in `reused` here."""
 SUMS = ("requests", *KINDS, "estimated", "saved_s")

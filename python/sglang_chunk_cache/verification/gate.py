@@ -22,6 +22,7 @@ from chunk_cache.gate.target import Target, describe
 from chunk_cache.gate.verification_ledger import Kind, Measure, QualityLedger, band_of
 from chunk_cache.gate.verification_queue import Candidate, VerificationQueue
 from chunk_cache.plan.recompute_plan import RecomputePlan
+from chunk_cache.types import MAX_ID_LEN
 from sglang_chunk_cache.kv.ranks import ReduceMax
 from sglang_chunk_cache.request.chunk_request import ChunkRequest
 from sglang_chunk_cache.telemetry.gate_metrics import GateMetrics
@@ -33,7 +34,8 @@ logger = logging.getLogger(__name__)
 NUM_NEWEST = 64
 """How many of the newest verified replies are shown one by one."""
 MAX_NATS = 1000.0
-"""Bound on each measure, in nats; a token that was impossible for the fused request would be infinitely far off."""
+"""Bound on each measure, in nats; a token that was impossible for the fused request would be infinitely far off, and
+where its log-probabilities are no numbers nothing is known."""
 _SCALE = 10**9
 """Scale of the measures that ranks agree on: billionths."""
 
@@ -85,7 +87,7 @@ class Gate:
             return
         decision = state.verification.decision
         state.verification.candidate = self.queue.choose(
-            rid,
+            rid[:MAX_ID_LEN],
             prompt,
             state.prompt.partition,
             method=plan.method,
@@ -149,7 +151,8 @@ class Gate:
     def _agreed(self, found: Measure) -> Measure:
         """The measure made finite, and the same on all ranks: their rounding may differ, what follows must not."""
         values = (found.kl, found.agreement, found.nats_lost)
-        votes = np.array([round(min(value or 0.0, MAX_NATS) * _SCALE) for value in values], dtype=np.int64)
+        finite = np.nan_to_num([value or 0.0 for value in values], nan=MAX_NATS, posinf=MAX_NATS)
+        votes = np.rint(np.clip(finite, 0.0, MAX_NATS) * _SCALE).astype(np.int64)
         kl, agreement, nats_lost = (self._reduce_max(votes) / _SCALE).tolist()
         return Measure(
             kl, None if found.agreement is None else agreement, None if found.nats_lost is None else nats_lost
@@ -166,7 +169,7 @@ class Gate:
     def forget(self) -> None:
         """Forgets what was learned and the replies that wait: the weights were changed."""
         self.drop_replies("weights")
-        self.ledger = QualityLedger()
+        self.ledger.forget()
         self._newest.clear()
         if self.controller is not None:
             self.controller = TargetController(self.controller.target)

@@ -40,13 +40,13 @@ def measure(fused_logits: torch.Tensor, exact: ExactAnswer, sent: array[int]) ->
     # A token that is impossible in the exact prefill adds nothing.
     kl = torch.where(first == -torch.inf, 0.0, first.exp() * (first - other)).sum()
     if not sent:
-        return Measure(max(0.0, float(kl)))
+        return Measure(float(kl))
     logprobs = [float(first[sent[0]]), *exact.logprobs]
     best_id = int(first.argmax())
     best, best_ids = [float(first[best_id]), *exact.best], [best_id, *exact.best_ids]
     assert len(logprobs) == len(best) == len(sent), (len(logprobs), len(best), len(sent))
     return Measure(
-        kl=max(0.0, float(kl)),
+        kl=float(kl),
         agreement=sum(map(int.__eq__, best_ids, sent)) / len(sent),
-        nats_lost=max(0.0, sum(best) - sum(logprobs)) / len(sent),
+        nats_lost=(sum(best) - sum(logprobs)) / len(sent),
     )

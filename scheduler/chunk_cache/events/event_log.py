@@ -92,7 +92,9 @@ class EventLog:
         events, self._changes = self._changes, []
         # Four times as fast as the buffer turns over: variants that come and go meanwhile change the pace.
         pace = -(-4 * len(self._held) // self._buffer_len)
-        num_old = len(self._held) - sum(event.kind == "stored" for event in events)
+        stored = [one for one in events if one.kind == "stored"]
+        new = {one.variant * _MAX_TIERS + i for i, name in enumerate(self._tiers) for one in stored if one.tier == name}
+        num_old = len(self._held) - len(new & self._held.keys())
         num_again = min(MAX_TOLD_AGAIN, max(pace, self._num_dropped), num_old)
         while num_again > 0:
             place = self._turns.popleft()

@@ -144,6 +144,10 @@ class QualityLedger:
             self._partitions.add(name)
         return name if name in self._partitions else OTHERS
 
+    def forget(self) -> None:
+        """Forgets all replies; partitions keep their names, which metrics never forget."""
+        self._rows.clear()
+
     def add(self, kind: Kind, measure: Measure) -> str | None:
         """Counts one reply; returns a sentence if the KL of its kind has drifted."""
         row = self._rows.get(kind)

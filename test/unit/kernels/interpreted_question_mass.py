@@ -27,9 +27,7 @@ def test_dtypes(dtype, kv_dtype):
     check(build(HARD["three"], dtype=dtype, kv_dtype=kv_dtype), **given(k_scales=[0.5, 2.0]))
 
 
-@pytest.mark.parametrize(
-    ("num_q_heads", "num_kv_heads", "head_dim"), [(1, 1, 8), (3, 3, 80), (7, 1, 8), (8, 2, 80)]
-)
+@pytest.mark.parametrize(("num_q_heads", "num_kv_heads", "head_dim"), [(1, 1, 8), (3, 3, 80), (7, 1, 8), (8, 2, 80)])
 def test_heads(num_q_heads, num_kv_heads, head_dim):
     requests = HARD["three"]
     check(build(requests, num_q_heads=num_q_heads, num_kv_heads=num_kv_heads, head_dim=head_dim), **given())

@@ -84,6 +84,21 @@ def test_what_was_dropped_is_told_anew() -> None:
     assert log.take() == []
 
 
+def test_what_comes_and_goes_meanwhile_is_not_counted_as_told() -> None:
+    log = log_of()
+    pool = log.observer(POOL)
+    for number in range(1000):
+        pool.stored(chunk_key(Partition(), [number]), "n", DEFAULT_PARTITION, 7)
+    log.drop()
+    for number in range(1000, 1600):
+        pool.stored(chunk_key(Partition(), [number]), "n", DEFAULT_PARTITION, 7)
+        pool.removed(chunk_key(Partition(), [number]), "n")
+    told = set()
+    while log.has_news:
+        told |= {event.variant for event in log.take() if event.kind == "told_again"}
+    assert len(told) == len(log) == 1000
+
+
 def test_without_the_salt_numbers_tell_nothing() -> None:
     tenants = [Partition(cache_salt=salt).key for salt in (None, "a", "b")]
     numbers = {

@@ -99,6 +99,8 @@ def test_partitions_are_few_and_their_names_say_nothing() -> None:
     assert len(names) == MAX_PARTITIONS - 2 + 1
     assert OTHERS in names
     assert ledger.partition_name(Partition(cache_salt="secret")) == name
+    ledger.forget()
+    assert {ledger.partition_name(Partition(extra_key=f"later {i}")) for i in range(5)} == {OTHERS}
 
 
 def test_what_is_dumped_is_loaded() -> None:

@@ -88,6 +88,12 @@ def test_answers_are_compared_token_by_token() -> None:
     assert found.nats_lost == pytest.approx((lost + 1.0) / 3, abs=1e-5)
 
 
+def test_a_reply_without_numbers_is_far_off() -> None:
+    gate = open_gate()
+    gate.complete(serve(gate, logits(0) * math.nan), exact_answer(0))
+    assert gate.stats()["newest"][0]["kl"] == MAX_NATS
+
+
 def test_impossible_tokens_are_far_and_not_infinitely() -> None:
     fused, exact = logits(0), exact_answer(0)
     fused[3] = exact.first_logits[5] = -math.inf
