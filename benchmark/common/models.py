@@ -1,8 +1,8 @@
 """Random models for measurements, written as Hugging Face folders on the spot.
 
-- `LlamaShape` is the size of a model. `make_llama` writes a Llama of a shape and returns its folder, `make_latent` does
-  so with latent attention; `cached_llama` returns the Llama that all measurements of a shape share. The same shape and
-  seed give the same weights; a folder that already holds them is not written again.
+- `LlamaShape` is the size of a model. `make_llama` writes a Llama of a shape and returns its folder; `cached_llama`
+  returns the Llama that all measurements of a shape share. The same shape and seed give the same weights; a folder that
+  already holds them is not written again.
 - `make_random` writes a model of any class, given its configuration.
 - `train_tokenizer` makes a byte-level BPE tokenizer from texts.
 
@@ -23,8 +23,6 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    DeepseekV2Config,
-    DeepseekV2ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
@@ -71,61 +69,24 @@ def make_llama(
     out_dir: str | Path, shape: LlamaShape, *, tokenizer: PreTrainedTokenizerFast | None = None, seed: int = 0
 ) -> Path:
     """Writes a random fp32 model as safetensors into `out_dir`, with `tokenizer` if given, and returns the folder."""
-    config = LlamaConfig(**_size(shape), num_key_value_heads=shape.kv_heads, head_dim=shape.hidden // shape.heads)
+    config = LlamaConfig(
+        vocab_size=shape.vocab,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.intermediate,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        head_dim=shape.hidden // shape.heads,
+        max_position_embeddings=shape.max_position,
+        tie_word_embeddings=False,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
     out_dir = _write_once(Path(out_dir), [asdict(shape), seed, 1], lambda: LlamaForCausalLM(config).float(), seed)
     if tokenizer is not None:
         tokenizer.save_pretrained(out_dir)
     return out_dir
-
-
-LATENT_RANK, LATENT_ROTATED = 128, 32
-"""Sizes of a latent row: 160 numbers against 512 of grouped heads; DeepSeek-V3: 576 against 2,048 (8 heads of 128)."""
-
-
-def make_latent(out_dir: str | Path, shape: LlamaShape) -> Path:
-    """Writes a random fp32 model of DeepSeek-V2's class without experts, as large as a Llama of this shape."""
-    head_dim = shape.hidden // shape.heads
-    config = DeepseekV2Config(
-        **_size(shape),
-        num_key_value_heads=shape.heads,
-        q_lora_rank=None,
-        kv_lora_rank=LATENT_RANK,
-        qk_rope_head_dim=LATENT_ROTATED,
-        qk_nope_head_dim=head_dim,
-        v_head_dim=head_dim,
-        first_k_dense_replace=shape.layers,
-        n_routed_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=64,
-        moe_layer_freq=1,
-        topk_method="greedy",
-        scoring_func="softmax",
-        rope_parameters={
-            "rope_type": "yarn",
-            "rope_theta": 10000.0,
-            "factor": 4.0,
-            "mscale": 1.0,
-            "mscale_all_dim": 1.0,
-            "original_max_position_embeddings": shape.max_position // 4,
-        },
-    )
-    recipe = ["latent", asdict(shape), LATENT_RANK, LATENT_ROTATED]
-    return _write_once(Path(out_dir), recipe, lambda: DeepseekV2ForCausalLM(config).float())
-
-
-def _size(shape: LlamaShape) -> dict[str, Any]:
-    return {
-        "vocab_size": shape.vocab,
-        "hidden_size": shape.hidden,
-        "intermediate_size": shape.intermediate,
-        "num_hidden_layers": shape.layers,
-        "num_attention_heads": shape.heads,
-        "max_position_embeddings": shape.max_position,
-        "tie_word_embeddings": False,
-        "pad_token_id": 0,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    }
 
 
 def make_random(out_dir: Path, config: Mapping[str, Any]) -> Path:

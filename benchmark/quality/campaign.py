@@ -26,8 +26,9 @@ from benchmark.quality.table import Row
 from benchmark.quality.tasks import Task
 from rich.progress import Progress, TaskID
 
-from chunk_cache_tools.conditions import Condition
-from chunk_cache_tools.verify.reply_log import ReplyLog, fingerprint
+from chunk_cache.errors import known_names
+from chunk_cache_tools.conditions import REFERENCE, Condition
+from chunk_cache_tools.verify.reply_log import ReplyLog, files_in, fingerprint
 from chunk_cache_tools.verify.session import WARMED
 
 TOGETHER = "all questions"
@@ -73,8 +74,13 @@ def ask_models(models: Mapping[str, str], plan: Plan, progress: Progress) -> Res
         models: name -> path.
 
     Raises:
+        DataError: `Plan.redo` names a method that is not asked for.
         SetupError, ServerError, ServerRefused, ServerGone: a server failed, or answered in another way than wanted.
     """
+    known = dict.fromkeys(condition.label for condition in (REFERENCE, *plan.conditions))
+    for label in plan.redo:
+        if label not in known:
+            raise DataError(f"--redo: unknown method {label!r}; {known_names(label, known, 'methods')}")
     with ExitStack() as stack:
         experiments = {name: _open(name, path, plan, stack) for name, path in models.items()}
         missing = {n: sum(e.num_missing(plan.conditions) for e in mine) for n, mine in experiments.items()}
@@ -126,7 +132,8 @@ def _open(name: str, path: str, plan: Plan, stack: ExitStack) -> list[Experiment
     model = fingerprint(path)
     experiments = []
     for task in plan.tasks:
-        settings = {"model": model, "flags": plan.flags, "asking": asdict(task.asking), "stored": plan.stored}
+        flags = [*plan.flags, *files_in(plan.flags)]
+        settings = {"model": model, "flags": flags, "asking": asdict(task.asking), "stored": plan.stored}
         log = ReplyLog(plan.work / name / f"{task.family}.jsonl", settings, resume=plan.resume)
         stack.enter_context(log)
         if plan.redo:

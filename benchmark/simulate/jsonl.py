@@ -19,6 +19,7 @@ from pathlib import Path
 from benchmark.simulate.trace import Request, Trace, TraceError
 
 from chunk_cache.errors import show
+from chunk_cache_tools import jsonl
 
 QUESTION_LEN = 32
 REQUEST_KEYS = ("chunks", "question_len", "session")
@@ -29,18 +30,14 @@ def read_jsonl(path: Path, *, system_len: int, chars_per_token: float = 4.0) -> 
     """The requests of a file; empty lines are skipped.
 
     Raises:
+        DataError: the file cannot be read, or a line is not a JSON object.
         TraceError: the file does not have this format; the message says file, line, field and remedy.
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise TraceError(f"{path}: cannot be read ({error}); name a JSONL file in UTF-8") from error
     reader = _Reader(chars_per_token)
     requests = []
-    for number, line in enumerate(text.split("\n"), start=1):
-        if line.strip():
-            reader.place = f"{path}:{number}"
-            requests.append(reader.request(line))
+    for place, value in jsonl.read_jsonl(path):
+        reader.place = place
+        requests.append(reader.request(value))
     if not requests:
         raise TraceError(f"{path}: holds no request; give one JSON object per line")
     return Trace(path.stem, tuple(requests), tuple(reader.lengths), system_len)
@@ -65,11 +62,7 @@ class _Reader:
     lengths: list[int] = field(default_factory=list)
     numbers: dict[tuple[str, str | int], int] = field(default_factory=dict)
 
-    def request(self, line: str) -> Request:
-        try:
-            value = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise self._error("", f"not JSON ({error})", "write one JSON object per line") from error
+    def request(self, value: Mapping[str, object]) -> Request:
         self._check_keys(value, "", REQUEST_KEYS)
         chunks = value.get("chunks")
         if not isinstance(chunks, list):

@@ -11,6 +11,10 @@ from chunk_cache.options.config import REMEMBER, Config
 
 HOLDS = ("prompts", "chunks")
 _SERVER = Config()
+_LEAST = {
+    **dict.fromkeys(("pool_tokens", "max_variants", "max_variants_per_chunk", "max_path_tokens"), 1),
+    **dict.fromkeys(("max_generation", "promote_uses"), 0),
+}
 
 
 class SettingsError(ValueError):
@@ -54,11 +58,13 @@ class Settings:
         for name, known in (("policy", POLICIES), ("remember", REMEMBER), ("holds", HOLDS)):
             if getattr(self, name) not in known:
                 raise SettingsError(f"{name}: unknown {getattr(self, name)!r}; known: {', '.join(known)}")
-        for name, least in (("pool_tokens", 1), ("max_variants", 1), ("max_variants_per_chunk", 1)):
+        for name, least in _LEAST.items():
             if getattr(self, name) < least:
                 raise SettingsError(f"{name}: {getattr(self, name)} is too small; give at least {least}")
-        if self.alpha is not None and not 0 <= self.alpha < float("inf"):
-            raise SettingsError(f"alpha: {self.alpha} is not a number of at least 0; give one, 1 for example")
+        for name in ("alpha", "max_cfo"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value < float("inf"):
+                raise SettingsError(f"{name}: {value} is not a number of at least 0; give one, 1 for example")
         if not 0 <= self.ageing < float("inf"):
             raise SettingsError(
                 f"ageing: {self.ageing} is not a number of at least 0; give one, {AGEING:g} as the server"

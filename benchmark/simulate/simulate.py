@@ -115,6 +115,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code."""
     args = make_parser().parse_args(argv)
     try:
+        if args.command != "trace" and args.out is not None:
+            _check_folder(args.out)
         if args.command == "trace":
             write_jsonl(_TraceMaker(args)(0), args.out)
             print(f"written: {args.out}")
@@ -130,6 +132,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0
+
+
+def _check_folder(out: Path) -> None:
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SettingsError(f"--out: cannot make {str(out)!r} ({error.strerror}); name another folder") from None
 
 
 class _TraceMaker:
@@ -188,6 +197,9 @@ def _run(args: argparse.Namespace) -> None:
     trace = make_trace(args.seeds[0])
     copy = max(1, trace.distinct_tokens)
     shares = [tokens / copy for tokens in args.pool] if args.pool else args.pool_share or [0.1, 0.3]
+    for share in args.pool_share or ():
+        if not 0 < share * copy < float("inf"):
+            raise SettingsError(f"--pool-share: {share:g} is not a share above 0; give one, 0.1 for example")
     names = ("max_variants", "max_variants_per_chunk", "max_path_tokens", "max_generation", "promote_uses")
     base = Settings(
         max(1, round(min(shares) * copy)),

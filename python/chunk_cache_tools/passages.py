@@ -19,7 +19,7 @@ from chunk_cache.errors import request_error
 from chunk_cache.options.defaults import DEFAULT_SEPARATOR
 from chunk_cache.prompt.marks import is_blank
 from chunk_cache.prompt.passage import Passage, write_passage
-from chunk_cache_tools.server_client import ServerClient
+from chunk_cache_tools.server_client import ServerClient, without_user
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +56,8 @@ class PassageWriter:
             passages: texts, or objects with a `text` and an `id`, as in `chunk_cache.chunks` of a request.
 
         Raises:
-            ChunkCacheRequestError: malformed URL; or passages go into text, and there is no prompt or user message.
+            ChunkCacheRequestError: malformed URL, or of no SGLang server; or passages go into text, and there is no
+                prompt or user message.
             ServerGone: the server is asked, and does not answer.
         """
         given = [{"text": one} if isinstance(one, str) else dict(one) for one in passages]
@@ -76,7 +77,7 @@ class PassageWriter:
             separator: `--chunk-cache-separator` of the server.
 
         Raises:
-            ChunkCacheRequestError: the URL is malformed.
+            ChunkCacheRequestError: the URL is malformed, or of no SGLang server.
             ServerGone: the server is asked, and does not answer.
         """
         if self._knows():
@@ -110,7 +111,7 @@ class PassageWriter:
             logger.warning(
                 "%s does not know chunks: passages are written into the text, and not reused; start it with "
                 "--chunk-cache",
-                self._url,
+                without_user(self._url),
             )
         self._knows_chunks = knows_chunks
 

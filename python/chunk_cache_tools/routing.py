@@ -59,9 +59,9 @@ class ReplicaKeys:
         self._num_asked = 0
 
     def note(self, key: str, reply_headers: Mapping[str, str]) -> None:
-        """Learns from a reply which replica this key leads to."""
+        """Learns from a reply which replica this key leads to; the empty key, of no passages, leads to none."""
         self._key_to = {replica: one for replica, one in self._key_to.items() if one != key}
-        if replica := reply_headers.get(REPLICA_HEADER):
+        if key and (replica := reply_headers.get(REPLICA_HEADER)):
             self._key_to[replica] = key
 
     def replicas(self) -> list[str]:

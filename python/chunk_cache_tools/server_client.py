@@ -1,7 +1,8 @@
 """ServerClient: sends the requests of commands and benchmarks to a running server.
 
 Verbs: `send` (returns the whole response), `ask` (returns its JSON object), `look` (gets a page that may not exist),
-`lines` (returns a response line by line), `flush` (empties the server's caches).
+`lines` (returns a response line by line), `flush` (empties the server's caches), `tokenizer_path` (of its model);
+`one_replica` (keeps requests on one replica), `without_user` (shows a URL).
 Promises: an error that the user can fix is a `ServerRefused`, whose sentence names the flag and the remedy; an error
 that may pass, because the server is being restarted, is a `ServerGone`.
 """
@@ -9,8 +10,9 @@ that may pass, because the server is being restarted, is a `ServerGone`.
 from __future__ import annotations
 
 import json
+import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from http import HTTPStatus
 from types import TracebackType
@@ -44,7 +46,7 @@ class ServerClient:
 
     Args:
         url: address of the server, without a path.
-        api_key: API key of the server; None = it has none.
+        api_key: API key of the server; None or empty = it has none.
         timeout_s: longest wait for the next byte of a response; the default allows for a long prompt on a CPU.
 
     Raises:
@@ -55,8 +57,7 @@ class ServerClient:
         self._url = url
         self._timeout_s = timeout_s
         headers = {}
-        if api_key is not None:
-            api_key = api_key.strip()
+        if api_key := (api_key or "").strip():
             if not (api_key.isascii() and api_key.isprintable()):  # httpx would print it
                 problem = "it has a character that no HTTP header may have"
                 raise user_error(ServerRefused, "--api-key", problem, "give the server's (admin) API key")
@@ -84,8 +85,12 @@ class ServerClient:
         self._check(response)
         return response
 
-    def ask(self, method: str, path: str, body: Any = None) -> dict[str, Any]:
-        """Sends a request and returns the JSON object of the response; raises as `send`."""
+    def ask(self, method: str, path: str, body: Any = None, *, has: tuple[str, ...] = ()) -> dict[str, Any]:
+        """Sends a request and returns the JSON object of the response; raises as `send`.
+
+        Args:
+            has: fields that the object must have.
+        """
         response = self.send(method, path, body)
         try:
             reply = response.json()
@@ -94,6 +99,9 @@ class ServerClient:
         if not isinstance(reply, dict):
             problem = f"{path} was not answered with a JSON object"
             raise self.refused(problem, "name the address of an SGLang server")
+        if missing := [name for name in has if reply.get(name) is None]:
+            problem = f"{path} was answered without {', '.join(missing)}"
+            raise self.refused(problem, "name the address of an SGLang server with --chunk-cache")
         return reply
 
     def look(self, path: str) -> httpx.Response:
@@ -134,27 +142,34 @@ class ServerClient:
                 raise TimeoutError(f"/flush_cache was refused for {FLUSH_S:g} s: is a request still running?")
             time.sleep(0.1)
 
+    def tokenizer_path(self) -> str:
+        """The tokenizer of the server: a folder on its machine, or a name; raises as `send`."""
+        info = self.ask("GET", "/model_info", has=("model_path",))
+        return str(info.get("tokenizer_path") or info["model_path"])
+
     def refused(self, problem: str, remedy: str) -> ServerRefused:
-        return user_error(ServerRefused, f"--url {self._url}", problem, remedy)
+        return user_error(ServerRefused, f"--url {without_user(self._url)}", problem, remedy)
 
     @contextmanager
     def _told(self) -> Iterator[None]:
         try:
             yield
         except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
-            raise self.refused(f"not a URL ({error})", "give one such as http://127.0.0.1:30000") from None
+            why = "" if "@" in self._url else f" ({error})"  # else it may quote a part of the password
+            raise self.refused(f"not a URL{why}", "give one such as http://127.0.0.1:30000") from None
         except httpx.TimeoutException:
             raise ServerGone(f"no answer within {self._timeout_s:.0f} s", "look into the server's log") from None
         except httpx.TransportError as error:
             raise ServerGone(f"no server answers ({error})", f"{START}, or name its address") from None
+        except httpx.RequestError as error:  # redirected in a circle, or a body that cannot be unpacked
+            raise self.refused(f"the answer cannot be read ({error})", "name the address of an SGLang server") from None
 
     def _check(self, response: httpx.Response) -> None:
         if response.is_success:
             return
         if response.status_code in _UNAUTHORIZED:
-            raise user_error(
-                ServerRefused, "--api-key", f"{self._url} does not accept it", "give the server's (admin) API key"
-            )
+            problem = f"{without_user(self._url)} does not accept it"
+            raise user_error(ServerRefused, "--api-key", problem, "give the server's (admin) API key")
         problem = f"{response.url.path} was answered with {response.status_code} ({_message(response)})"
         if response.is_server_error:
             raise ServerGone(problem, "look into the server's log")
@@ -162,6 +177,23 @@ class ServerClient:
         raise self.refused(
             problem, "start the server with --chunk-cache" if is_missing else "change what the message names"
         )
+
+
+def one_replica(server_info: Mapping[str, Any]) -> dict[str, int]:
+    """Fields of a request to `/generate` that send it to the first replica; none if the server has one replica only.
+
+    Every replica has chunks of its own, and SGLang gives requests to them in turn.
+
+    Args:
+        server_info: the answer of `/server_info`.
+    """
+    num_replicas = [server_info.get(name) or 1 for name in ("dp_size", "attn_dp_size")]
+    return {"routed_dp_rank": 0} if max(num_replicas) > 1 else {}
+
+
+def without_user(url: str) -> str:
+    """A URL for messages and logs: without user and password, also if it is malformed."""
+    return re.sub(r"^(.*?//)?.*@", r"\1", url, flags=re.DOTALL)
 
 
 def _message(response: httpx.Response) -> str:

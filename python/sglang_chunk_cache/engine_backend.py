@@ -4,8 +4,9 @@
     with EngineBackend(llm) as backend:
         state = answer.run(passages=passages, question="Who?", backend=backend)
 
-Promise: programs, their forks and batches ask from threads of their own, at the same time. An engine answers in one
-event loop, which runs in a thread of the backend until `close`; until then the engine is asked in no other way.
+Promises: programs, their forks and batches ask from threads of their own, at the same time. An engine answers in one
+event loop, which runs in a thread of the backend until `close`; until then the engine is asked in no other way. A
+program that asks at or after `close` fails.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Coroutine, Iterator
+from concurrent.futures import CancelledError
 from typing import TYPE_CHECKING, Any, Self
 
 from sglang.lang.backend.base_backend import BaseBackend
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     from sglang.lang.ir import SglSamplingParams
 
 _LOGPROBS = ("return_logprob", "logprob_start_len", "top_logprobs_num", "return_text_in_logprobs")
+_CLOSED = "backend: it is closed; open another EngineBackend"
 
 
 class EngineBackend(BaseBackend):
@@ -46,6 +49,9 @@ class EngineBackend(BaseBackend):
         self._engine = engine
         named = get_chat_template(chat_template_name) if chat_template_name else None
         self.chat_template = named or get_chat_template_by_model_path(self.get_model_name())
+        self._lock = threading.Lock()
+        self._is_closed = False
+        self._asking: set[asyncio.Task[Any]] = set()
         self._thread = threading.Thread(target=engine.loop.run_forever, name="engine backend", daemon=True)
         self._thread.start()
 
@@ -56,7 +62,12 @@ class EngineBackend(BaseBackend):
         self.close()
 
     def close(self) -> None:
-        """Gives the event loop back: `engine.generate` works again, and programs do not."""
+        """Gives the event loop back: `engine.generate` works again, and programs do not; a second call does nothing."""
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+        asyncio.run_coroutine_threadsafe(self._give_up(), self._engine.loop).result()
         self._engine.loop.call_soon_threadsafe(self._engine.loop.stop)
         self._thread.join()
 
@@ -115,7 +126,31 @@ class EngineBackend(BaseBackend):
         return self._engine.tokenizer_manager.generate_request(GenerateReqInput(**data), None)
 
     def _run(self, asked: Coroutine[Any, Any, Any]) -> Any:
-        return asyncio.run_coroutine_threadsafe(asked, self._engine.loop).result()
+        with self._lock:
+            if self._is_closed:
+                asked.close()
+                raise RuntimeError(_CLOSED)
+            answer = asyncio.run_coroutine_threadsafe(self._ask(asked), self._engine.loop)
+        try:
+            return answer.result()
+        except CancelledError:
+            raise RuntimeError(_CLOSED) from None
+
+    async def _ask(self, asked: Coroutine[Any, Any, Any]) -> Any:
+        task = asyncio.current_task()
+        assert task is not None, "runs in the event loop"
+        self._asking.add(task)
+        try:
+            return await asked
+        finally:
+            self._asking.discard(task)
+
+    async def _give_up(self) -> None:
+        """Ends what programs still wait for."""
+        tasks = list(self._asking)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _next(outputs: AsyncIterator[Any]) -> Any:

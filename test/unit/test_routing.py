@@ -55,3 +55,6 @@ def test_keys_to_replicas_are_learned_and_forgotten():
     assert keys.key_to_most({"http://a": 0}, "other") == keys.key_to_most({}, "other") == "other"
     keys.note(first, {})  # not from a gateway
     assert keys.replicas() == []
+    keys.note(routing_key([]), {REPLICA_HEADER: "http://a"})
+    assert keys.replicas() == []
+    assert keys.key_to_most({"http://a": 9}, "other") == "other", "without passages there is no key to learn"

@@ -137,7 +137,7 @@ def _prompts(client: DoctorClient, args: argparse.Namespace) -> Iterator[Check]:
     from chunk_cache_tools.local_tokenizer import load_tokenizer
 
     config = client.stats["config"]
-    tokenizer = load_tokenizer(args.tokenizer or client.info["tokenizer_path"] or client.info["model_path"])
+    tokenizer = load_tokenizer(args.tokenizer or client.tokenizer_path())
     flags = MarkFlags(config["separator"], config["marks"], config["parts"])
     requests = read_requests(args.prompt, tokenizer, flags)
     if not requests:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +13,7 @@ from chunk_cache.options.request_options import RequestOptions
 from chunk_cache.prompt.chunk_prompt import ChunkPrompt
 from chunk_cache.prompt.marked_body import MarkFlags
 from chunk_cache.prompt.marks import map_texts
-from chunk_cache_tools.explain.shown_prompt import CONTINUED, token_texts
+from chunk_cache_tools.explain.shown_prompt import CONTINUED, read_text, token_texts
 from chunk_cache_tools.verify.workload import read_prompt, requests_in
 
 JSON_ENDINGS = (".json", ".jsonl", ".log")
@@ -76,13 +75,8 @@ def read_requests(paths: Sequence[str], tokenizer: Any, flags: MarkFlags) -> lis
 def _values(path: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
     if Path(path).suffix in JSON_ENDINGS:
         yield from requests_in(path)
-        return
-    try:
-        text = sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        problem = f"cannot be read ({error.strerror if isinstance(error, OSError) else 'not UTF-8'})"
-        raise request_error(f"--prompt {path}", problem, "give a text, a JSON file of requests, or -") from None
-    yield path, {"text": text.removesuffix("\n")}
+    else:
+        yield path, {"text": read_text(path)}
 
 
 def _request(where: str, value: Mapping[str, Any], tokenizer: Any, flags: MarkFlags) -> Request:

@@ -77,7 +77,7 @@ class DoctorClient(ServerClient):
     @cached_property
     def stats(self) -> dict[str, Any]:
         """State of the chunk cache (docs/admin.md)."""
-        return self.ask("GET", "/chunk_cache/stats")
+        return self.ask("GET", "/chunk_cache/stats", has=("config", "ranks"))
 
     def chunk_counts(self) -> Counts | None:
         """Counts since the start of the server; None if it does not count (no metrics)."""

@@ -1,17 +1,18 @@
 """ExplainClient: the requests that an explanation needs, sent to a running server.
 
-Verbs: `tokenizer_path` (of the server's model), `prime` (has each chunk computed behind the head, so that it is
-stored), `explain` (asks the whole prompt under one method). The head is the text before the first chunk.
+Verbs: `prime` (has each chunk computed behind the head, so that it is stored), `explain` (asks the whole prompt under
+one method). The head is the text before the first chunk.
 """
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any
 
 from chunk_cache.errors import user_error
 from chunk_cache.prompt.marks import MarkedText
 from chunk_cache_tools.conditions import Condition
-from chunk_cache_tools.server_client import START, ServerClient, ServerRefused
+from chunk_cache_tools.server_client import START, ServerClient, ServerRefused, one_replica
 
 _KEY = "chunk_cache"
 
@@ -29,13 +30,9 @@ class ExplainClient(ServerClient):
         self._separator = separator
         self._extra_key = extra_key
 
-    def tokenizer_path(self) -> str:
-        """The tokenizer of the server: a folder on its machine, or a name."""
-        info = self.ask("GET", "/model_info")
-        path = info.get("tokenizer_path") or info.get("model_path")
-        if not path:
-            raise self.refused("the server does not name its tokenizer", "name it with --tokenizer")
-        return str(path)
+    @cached_property
+    def _replica(self) -> dict[str, int]:
+        return one_replica(self.ask("GET", "/server_info"))
 
     def prime(self, marked: MarkedText) -> None:
         """Has every different chunk computed once, behind the head."""
@@ -54,6 +51,7 @@ class ExplainClient(ServerClient):
                 "max_new_tokens": max_new_tokens,
                 "custom_params": {_KEY: params},
             },
+            **self._replica,
         }
         if self._extra_key is not None:
             body["extra_key"] = self._extra_key

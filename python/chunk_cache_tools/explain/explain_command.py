@@ -33,6 +33,7 @@ from chunk_cache_tools.explain.shown_prompt import PromptTokens, read_prompt, to
 from chunk_cache_tools.explain.states import Explanation, differing
 from chunk_cache_tools.explain.summary import print_tables, unranked
 from chunk_cache_tools.local_tokenizer import load_tokenizer
+from chunk_cache_tools.server_client import without_user
 
 PROG = "chunk-cache explain"
 PAGE = ".html"
@@ -42,7 +43,7 @@ ENDINGS = (".png", ".svg", PAGE)
 def main(argv: Sequence[str] | None = None) -> int:
     """Asks the server, prints the table, writes the pictures; returns the exit code."""
     args = _parser().parse_args(argv)
-    return exit_code(PROG, lambda: _run(args), where=f"--url {args.url}: ")
+    return exit_code(PROG, lambda: _run(args), where=f"--url {without_user(args.url)}: ")
 
 
 def _parser() -> CommandParser:
@@ -165,7 +166,8 @@ def _ask(args: argparse.Namespace) -> tuple[PromptTokens, list[Explanation], lis
             if args.prime:
                 client.prime(marked)
             answers, notes = _ask_all(client, marked, conditions, args, bar)
-    explanations = [replies.explain_reply(label, reply, tokens, f"--url {args.url}") for label, reply in answers]
+    where = f"--url {without_user(args.url)}"
+    explanations = [replies.explain_reply(label, reply, tokens, where) for label, reply in answers]
     if args.save is not None:
         _save(args.save, answers, tokens)
     return tokens, explanations, notes

@@ -14,7 +14,7 @@ from typing import Any
 from chunk_cache.errors import request_error, show
 from chunk_cache_tools.explain.shown_prompt import PromptTokens
 from chunk_cache_tools.explain.states import Explanation, explain
-from chunk_cache_tools.jsonl import object_in
+from chunk_cache_tools.jsonl import read_jsonl
 
 _KEY = "chunk_cache"
 
@@ -61,8 +61,7 @@ def load(path: str, read_tokens: Callable[[], PromptTokens] | None) -> tuple[Pro
     """
     tokens: PromptTokens | None = None
     explanations = []
-    for number, value in _read_lines(path):
-        where = f"--replies {path}:{number}"
+    for where, value in read_jsonl(path):
         reply = value.get("reply", value)
         if not isinstance(reply, Mapping):
             raise request_error(where, "not a reply", "save replies of /generate, one per line")
@@ -83,26 +82,6 @@ def load(path: str, read_tokens: Callable[[], PromptTokens] | None) -> tuple[Pro
     if tokens is None:
         raise request_error(f"--replies {path}", "no replies", "save some with --save FILE")
     return tokens, explanations
-
-
-def _read_lines(path: str) -> list[tuple[int, dict[str, Any]]]:
-    where = f"--replies {path}"
-    try:
-        lines = Path(path).read_text(encoding="utf-8").split("\n")  # not splitlines: texts may hold other line ends
-    except OSError as error:
-        problem = f"cannot be read ({error.strerror})"
-        raise request_error(where, problem, "give a file written with --save") from None
-    except UnicodeDecodeError:
-        raise request_error(where, "is not UTF-8", "give a file written with --save") from None
-    values = []
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            values.append((number, object_in(line)))
-        except ValueError as error:
-            raise request_error(f"{where}:{number}", str(error), "put one object on each line") from None
-    return values
 
 
 def _spans(reply: Mapping[str, Any], path: str) -> tuple[tuple[int, int], ...]:

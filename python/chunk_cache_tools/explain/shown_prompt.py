@@ -1,10 +1,11 @@
 """Prompt: a marked text, and its tokens as people read them.
 
-Verbs: `read_prompt` (from a file), `tokenize`, `token_texts` and `visible` (readable tokens).
+Verbs: `read_text` and `read_prompt` (from a file), `tokenize`, `token_texts` and `visible` (readable tokens).
 """
 
 from __future__ import annotations
 
+import re
 import sys
 import unicodedata
 from collections.abc import Sequence
@@ -39,21 +40,33 @@ class PromptTokens:
     spans: tuple[Span, ...]
 
 
-def read_prompt(path: str, separator: str) -> MarkedText:
+def read_text(path: str) -> str:
     """The text of a file, or of standard input for `-`; a line break at its end, which editors add, is left out.
 
+    Other line breaks stay as they are, since `\\r\\n` has other tokens than `\\n`.
+
     Raises:
-        ChunkCacheRequestError: the text cannot be read, or marks no chunk.
+        ChunkCacheRequestError: the text cannot be read.
     """
     where = f"--prompt {path}"
     try:
-        text = sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")
+        text = (sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()).decode()
     except OSError as error:
         problem = f"cannot be read ({error.strerror})"
         raise request_error(where, problem, "give the path of a text file, or -") from None
     except UnicodeDecodeError:
         raise request_error(where, "is not UTF-8", "give the path of a text file") from None
-    marked = split_marked(text.removesuffix("\n"), separator, where)
+    return re.sub(r"\r?\n\Z", "", text)
+
+
+def read_prompt(path: str, separator: str) -> MarkedText:
+    """The text of a file or of standard input, as `read_text`, with its marks.
+
+    Raises:
+        ChunkCacheRequestError: the text cannot be read, or marks no chunk.
+    """
+    where = f"--prompt {path}"
+    marked = split_marked(read_text(path), separator, where)
     if marked is None:
         problem = f"no chunk is marked with {separator!r}"
         remedy = "put one before and one after each chunk, or name the server's separator by --separator"

@@ -17,7 +17,7 @@ import logging
 import math
 import random
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ from chunk_cache.errors import given, is_unicode
 from chunk_cache.prompt.marked_body import BLANK
 from chunk_cache.prompt.marks import is_blank
 from chunk_cache_tools.command_line import CommandParser, exit_code, progress
-from chunk_cache_tools.jsonl import object_in
+from chunk_cache_tools.jsonl import read_jsonl
 from chunk_cache_tools.verify.recommendation import Floats, bounds_of
 from sglang_chunk_cache.selector.alignment import Tokens, tokens_of
 from sglang_chunk_cache.selector.auxiliary import AuxiliaryModel, SelectorModelError
@@ -97,26 +97,16 @@ def read_prompts(path: Path) -> list[Prompt]:
     """The prompts in a JSONL file.
 
     Raises:
-        TrainError: the file cannot be read, a line is no prompt, or there are fewer than two.
+        DataError: the file cannot be read, or a line is no object.
+        TrainError: a line is no prompt, or there are fewer than two.
     """
-    try:
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise TrainError(f"--data: cannot read {path}: {error}; give a file of JSON lines") from error
-    prompts = []
-    for number, line in enumerate(lines, 1):
-        if line.strip():
-            prompts.append(_prompt(line, f"--data: {path}:{number}"))
+    prompts = [_prompt(given(value), where) for where, value in read_jsonl(path)]
     if len(prompts) < 2:
         raise TrainError(f"--data: {path} has {len(prompts)} prompts; give at least two, one of them is held out")
     return prompts
 
 
-def _prompt(line: str, where: str) -> Prompt:
-    try:
-        value = given(object_in(line))
-    except ValueError as error:
-        raise TrainError(f"{where}: {error}; give one object per line") from None
+def _prompt(value: Mapping[str, Any], where: str) -> Prompt:
     system, chunks, question = value.get("system", ""), value.get("chunks"), value.get("question")
     if not isinstance(system, str):
         raise TrainError(f"{where}: system: not a text; give one, or leave it out")

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from chunk_cache_tools.server_client import ServerClient, ServerRefused
+from chunk_cache_tools.server_client import ServerClient, ServerRefused, one_replica
 from chunk_cache_tools.verify.session import Body, SetupError, content_of, custom_params
 from chunk_cache_tools.verify.token_prompt import TokenPrompt
 
@@ -50,12 +50,12 @@ def check_fit(
     Raises:
         SetupError: the server did not do what was asked for.
     """
-    asked = _Asked(client, salt, step)
+    info = client.ask("GET", "/server_info", has=("page_size",))
+    asked = _Asked(client, salt, step, one_replica(info))
     bodies = [prompt.body for prompt in prompts]
     full = asked.generate(bodies, {"mode": "off"}, "full", top_logprobs_num=TOP)
     tops = [{i: p for p, i, *_ in out["meta_info"]["output_top_logprobs"][0]} for out in full]
-    page_size = int(client.ask("GET", "/server_info")["page_size"])
-    asked.generate([body for prompt in prompts for body in prompt.priming(page_size)], {}, "reuse")
+    asked.generate([body for prompt in prompts for body in prompt.priming(int(info["page_size"]))], {}, "reuse")
     try:
         layer0 = _layer0(asked, bodies)
     except ServerRefused as refused:  # a model with states, or a draft: no method may choose single rows
@@ -103,6 +103,7 @@ class _Asked:
     client: ServerClient
     salt: str
     step: Callable[[], object]
+    replica: dict[str, int]
 
     def generate(self, bodies: Sequence[Body], request: dict[str, Any], partition: str, **fields: Any) -> list[Any]:
         """Generates one token for each prompt, as one batch."""
@@ -112,6 +113,7 @@ class _Asked:
             "extra_key": [f"{self.salt}fit/{partition}"] * len(bodies),
             "sampling_params": params,
             "return_logprob": True,
+            **self.replica,
             **fields,
         }
         found: list[Any] = self.client.send("POST", "/generate", body).json()

@@ -4,7 +4,7 @@
   gives one back, `drop` forgets those of some methods.
 - A log is resumed only with the settings it was begun with: the model, and how it was asked.
 - A log has one writer; a second one is refused before it touches the file.
-- `fingerprint` identifies a model in the settings.
+- `fingerprint` identifies a model in the settings, `files_in` the files that flags of a server name.
 
 A reply belongs to (prompt, method, ratio), and a prompt is named by a hash of its content, so a question that was
 changed is asked again.
@@ -172,6 +172,12 @@ class ReplyLog:
         lines = [self._settings, *map(asdict, self)]
         replace_file(self.path, (json.dumps(line) + "\n" for line in lines))
         return self.path.open("a", encoding="utf-8")
+
+
+def files_in(flags: Iterable[str]) -> list[str]:
+    """Hashes of the files that flags of a server name by `@FILE`."""
+    names = (flag.partition("@")[2] for flag in flags if flag.startswith(("@", "--")))
+    return [hashlib.sha256(Path(name).read_bytes()).hexdigest()[:16] for name in names if name and Path(name).is_file()]
 
 
 def fingerprint(model: str | Path) -> str:

@@ -4,6 +4,8 @@
 - `prime` stores the chunks of some prompts; `ask` then asks these prompts under all conditions.
 - `blocks` cuts prompts into groups whose chunks the KV pool can hold at once.
 
+Of a server with several replicas, each with chunks of its own, one is asked.
+
     flush | off, off, off ... | flush | [system, chunk] ... | condition 1: all prompts | condition 2 ... | flush | ...
             ask_reference               prime                 ask                        ask
 
@@ -33,7 +35,7 @@ from typing import Any, Protocol, TypeAlias
 from chunk_cache.prompt.filler import FILLER
 from chunk_cache.types import Span
 from chunk_cache_tools.conditions import REFERENCE, Condition
-from chunk_cache_tools.server_client import ServerClient
+from chunk_cache_tools.server_client import ServerClient, one_replica
 from chunk_cache_tools.verify.distance import first_token_kl
 from chunk_cache_tools.verify.reply_log import Forced, Reply
 from chunk_cache_tools.warm.warm_server import warming
@@ -140,8 +142,9 @@ class Session:
         self._asking = asking
         self._stored = stored
         self._salt = salt
-        self._pool_len = int(client.ask("GET", "/v1/loads")["loads"][0]["max_total_num_tokens"])
-        self._page_size = int(client.ask("GET", "/server_info")["page_size"])
+        self._pool_len = int(client.ask("GET", "/v1/loads", has=("loads",))["loads"][0]["max_total_num_tokens"])
+        info = client.ask("GET", "/server_info", has=("page_size",))
+        self._page_size, self._replica = int(info["page_size"]), one_replica(info)
 
     def ask_reference(self, prompts: Sequence[Prompt]) -> Iterator[list[Reply]]:
         """Asks for full prefills of stock SGLang; gives some replies at a time.
@@ -206,7 +209,8 @@ class Session:
             params = [{"max_new_tokens": 0, "temperature": 0.0, **custom_params(mode, body)} for body, _ in batch]
             keys = [self._salt + partition for _, partition in batch]
             content = content_of([body for body, _ in batch])
-            self._client.send("POST", "/generate", {**content, "extra_key": keys, "sampling_params": params})
+            body = {**content, "extra_key": keys, "sampling_params": params, **self._replica}
+            self._client.send("POST", "/generate", body)
 
         batches = [bodies[i : i + size] for i in range(0, len(bodies), size)]
         with ThreadPoolExecutor(NUM_CALLS) as calls:
@@ -334,6 +338,7 @@ class Session:
             "extra_key": [self._salt + prompt.partition + ("/full" if c == REFERENCE else "") for prompt, c in asks],
             "sampling_params": params,
             "return_logprob": True,
+            **self._replica,
             **fields,
         }
         return self._client.send("POST", "/generate", body).json()

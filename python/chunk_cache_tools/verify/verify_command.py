@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import importlib.metadata
 import importlib.util
 import json
 import math
@@ -33,12 +34,12 @@ from chunk_cache_tools.conditions import REFERENCE, Condition, MethodSpec, check
 from chunk_cache_tools.jsonl import read_jsonl
 from chunk_cache_tools.local_tokenizer import Shape, load_shape, load_tokenizer
 from chunk_cache_tools.own_server import OWN_FLAGS, OwnServer, ServerError, leave_on_sigterm, offline_env
-from chunk_cache_tools.requirements import install_sglang
-from chunk_cache_tools.server_client import ServerClient
+from chunk_cache_tools.requirements import DISTRIBUTION, install_sglang
+from chunk_cache_tools.server_client import ServerClient, without_user
 from chunk_cache_tools.verify.fit import NUM_STEPS, TOLERATED, Check, check_fit, tolerance_of
 from chunk_cache_tools.verify.measurement import measure
 from chunk_cache_tools.verify.recommendation import MIN_PROMPTS, Outcome, judge, recommend
-from chunk_cache_tools.verify.reply_log import ReplyLog, fingerprint
+from chunk_cache_tools.verify.reply_log import ReplyLog, files_in, fingerprint
 from chunk_cache_tools.verify.results import (
     Findings,
     as_json,
@@ -120,7 +121,9 @@ def parse_args(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     args, flags = parser.parse_args(given[:cut]), given[cut + 1 :]
     if args.url is not None:  # the first argument is then the prompts
         if args.prompts is not None:
-            parser.error(f"--url {args.url}: {args.model} is named too; leave one of them out")
+            parser.error(
+                f"--url {without_user(args.url)}: {without_user(args.model)} is named too; leave one of them out"
+            )
         args.model, args.prompts = args.url, args.model
     if args.model is None:
         parser.error("the following arguments are required: MODEL_OR_URL")
@@ -163,21 +166,22 @@ def conditions_of(args: argparse.Namespace, default: Sequence[str] = METHODS) ->
 
 @dataclass(frozen=True)
 class Model:
-    """The model that is verified, and its tokenizer on this machine."""
+    """The model that is verified, the version of SGLang that computes it, and its tokenizer on this machine."""
 
     path: str
     name: str
+    sglang: str
     shape: Shape
     tokenizer: Any
 
 
-def load_model(path: str, name: str) -> Model:
+def load_model(path: str, name: str, sglang: str) -> Model:
     """Loads the tokenizer and the shape of a model.
 
     Raises:
         ChunkCacheRequestError: they are not there.
     """
-    return Model(path, name, load_shape(path, "MODEL"), load_tokenizer(path))
+    return Model(path, name, sglang, load_shape(path, "MODEL"), load_tokenizer(path))
 
 
 @contextmanager
@@ -216,7 +220,7 @@ def run(args: argparse.Namespace, given: Sequence[str]) -> int:
     conditions = conditions_of(args)
     if args.prompts is not None:
         list(read_jsonl(args.prompts))  # reports a broken file before the slow imports
-    model = _model_of_server(args) if args.is_url else load_model(args.tokenizer or args.model, fingerprint(args.model))
+    model = _model_of_server(args) if args.is_url else _model_here(args)
     if model.shape.has_states:
         if any(c.method == MethodSpec("full-reuse") for c in conditions) and args.methods:
             remedy = "name seams, which is asked at ratio 0 too"
@@ -239,8 +243,9 @@ def run(args: argparse.Namespace, given: Sequence[str]) -> int:
         raise request_error("--out", problem, "name another folder") from None
     asking = Asking(args.max_new_tokens, likelihood=True, first_only=True, tolerated=TOLERATED)
     settings = {
-        "model": model.name,
-        "server flags": [*flags, *_files_in(flags)],
+        "model": _digest(model.name),
+        "server flags": _digest([*flags, *files_in(flags)]),
+        "versions": [model.sglang, importlib.metadata.version(DISTRIBUTION)],
         "--max-new-tokens": args.max_new_tokens,
         "--stored": args.stored,
     }
@@ -270,12 +275,9 @@ def run(args: argparse.Namespace, given: Sequence[str]) -> int:
         return _report(args, model, prompts, conditions, log, checks)
 
 
-def _files_in(flags: Sequence[str]) -> Iterator[str]:
-    """What stands in the files that flags name by `@FILE`, as hashes."""
-    for flag in flags:
-        name = flag.partition("@")[2] if flag.startswith(("@", "--")) else ""
-        if name and Path(name).is_file():
-            yield hashlib.sha256(Path(name).read_bytes()).hexdigest()[:16]
+def _digest(value: object) -> str:
+    """A digest for the log, which may lie in a shared folder: a URL or a flag may hold a password."""
+    return hashlib.blake2b(repr(value).encode(), digest_size=8).hexdigest()
 
 
 def _check(
@@ -374,13 +376,17 @@ def _told(workload: Workload | None, prompts: Sequence[TokenPrompt], conditions:
     yield from (f"not used: {num} passages or marks ({why})" for why, num in workload.unused.items())
 
 
+def _model_here(args: argparse.Namespace) -> Model:
+    return load_model(args.tokenizer or args.model, fingerprint(args.model), importlib.metadata.version("sglang"))
+
+
 def _model_of_server(args: argparse.Namespace) -> Model:
     """Its name says address and path, and what a server that is started there anew may compute differently."""
     with ServerClient(args.model, args.api_key) as client:
-        model, server = client.ask("GET", "/model_info"), client.ask("GET", "/server_info")
-    path = args.tokenizer or str(model.get("tokenizer_path") or model.get("model_path"))
+        path = args.tokenizer or client.tokenizer_path()
+        model, server = client.ask("GET", "/model_info"), client.ask("GET", "/server_info", has=("page_size",))
     how = f"{server.get('dtype')} {server.get('kv_cache_dtype')} {model.get('weight_version')}"
-    return load_model(path, f"{args.model} {path} {how}")
+    return load_model(path, f"{args.model} {path} {how}", str(server.get("version")))
 
 
 def _mean_len(prompts: Sequence[TokenPrompt]) -> float:

@@ -21,7 +21,7 @@ from tqdm import tqdm
 from chunk_cache.errors import request_error
 from chunk_cache.options.warming_limits import DEFAULT_RETRIEVER, MAX_BATCH, MAX_ITEMS, MAX_NEIGHBOURS
 from chunk_cache_tools.command_line import URL, CommandParser, add_json_flag, add_server_flags, exit_code, progress
-from chunk_cache_tools.server_client import ServerGone
+from chunk_cache_tools.server_client import ServerGone, without_user
 from chunk_cache_tools.warm import corpus_neighbours as neighbours
 from chunk_cache_tools.warm.corpus import Corpus, Line, open_corpus
 from chunk_cache_tools.warm.corpus_neighbours import Neighbourhood
@@ -103,7 +103,7 @@ def _run(args: argparse.Namespace) -> int:
                 return 1 if estimate.num_failed else 0
             state = task.run()
     except ServerGone as error:
-        _note(f"--url {args.url}: {error.problem}; start the server and run the command again")
+        _note(f"--url {without_user(args.url)}: {error.problem}; start the server and run the command again")
         return 1
     _print_summary(args.corpus, corpus, state, as_json=args.json)
     return 1 if state.num_failed else 0
@@ -163,9 +163,8 @@ class Task:
         if args.alone:
             self._body["alone"] = True
         # The state is compared, and may lie in a shared folder: of what may be secret it holds a digest.
-        asked = hashlib.blake2b(repr(partition).encode(), digest_size=8).hexdigest()
-        self._task = {"alone": args.alone, "corpus": corpus.digest, "field": corpus.field, "url": args.url}
-        self._task["partition"] = asked
+        asked = hashlib.blake2b(repr((args.url, partition)).encode(), digest_size=8).hexdigest()
+        self._task = {"alone": args.alone, "corpus": corpus.digest, "field": corpus.field, "asked": asked}
         self._lines_per_request = LINES_PER_REQUEST
         if neighbourhood is not None:
             self._task |= {"neighbours": args.neighbours, "retriever": args.retriever}

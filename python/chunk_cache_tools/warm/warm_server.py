@@ -18,7 +18,7 @@ class WarmServer(ServerClient):
 
     def epoch(self) -> str:
         """A name that changes when the server is restarted or its cache flushed, since stored chunks are then gone."""
-        stats = self.ask("GET", "/chunk_cache/stats")
+        stats = self.ask("GET", "/chunk_cache/stats", has=("instance", "ranks"))
         flushes = "-".join(str(rank["num_flushes"]) for rank in stats["ranks"])
         return f"{stats['instance']}/{flushes}"
 

@@ -24,7 +24,7 @@ class WarmState:
     """Progress of one task.
 
     Attributes:
-        task: identifies the task: the hash of the corpus, the server's URL and all options that change what is stored.
+        task: identifies the task: hashes of the corpus, the server's URL and all options that change what is stored.
         epoch: `WarmServer.epoch` during the work; when it changes, everything that was stored is lost.
         line: number of lines that are done.
         offset: number of bytes of the corpus that are done.

@@ -224,6 +224,14 @@ def test_files(tokenizer, tmp_path):
         read_requests(["nowhere"], tokenizer, MarkFlags(SEP))
 
 
+def test_line_breaks_of_a_file_are_as_the_client_sends_them(tokenizer, tmp_path):
+    text = prompt("Paris is\r\nin France.")["text"]
+    (tmp_path / "a.txt").write_bytes(f"{text}\r\n".encode())
+    (request,) = read_requests([str(tmp_path / "a.txt")], tokenizer, MarkFlags(SEP))
+    assert "is\r\nin" in request.chunks[0].text
+    assert request.text.endswith("Where?")
+
+
 # Other forms of marks.
 
 CONTROL = {"cache_control": {"type": "ephemeral"}}

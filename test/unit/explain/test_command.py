@@ -8,7 +8,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -41,17 +41,28 @@ def model_path(tmp_path, tokenizer) -> str:
 
 
 class Answers(BaseHTTPRequestHandler):
-    """Gives every POST the same answer, whatever it asks for."""
+    """Gives every POST the same answer, whatever it asks for; keeps what was asked."""
 
     status = 200
     body = b"{}"
+    info = b"{}"
+    asked: ClassVar[list[dict[str, Any]]] = []
+
+    def do_GET(self) -> None:
+        if self.path == "/server_info":
+            self._answer(200, self.info)
+        else:
+            self.send_error(501)
 
     def do_POST(self) -> None:
-        self.rfile.read(int(self.headers["Content-Length"]))
-        self.send_response(self.status)
-        self.send_header("Content-Length", str(len(self.body)))
+        self.asked.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+        self._answer(self.status, self.body)
+
+    def _answer(self, status: int, body: bytes) -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
         self.end_headers()
-        self.wfile.write(self.body)
+        self.wfile.write(body)
 
     def log_message(self, *args: Any) -> None:
         pass
@@ -59,11 +70,11 @@ class Answers(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def answering() -> Iterator[Any]:
-    """`(status, body)` -> the address of a server that answers so."""
+    """`(status, body, info=, asked=)` -> the address of a server that answers so."""
     servers = []
 
-    def start(status: int, body: bytes) -> str:
-        handler = type("Handler", (Answers,), {"status": status, "body": body})
+    def start(status: int, body: bytes, **more: Any) -> str:
+        handler = type("Handler", (Answers,), {"status": status, "body": body, **more})
         server = HTTPServer(("127.0.0.1", 0), handler)
         threading.Thread(target=server.serve_forever, daemon=True).start()
         servers.append(server)
@@ -111,7 +122,7 @@ def test_a_bad_range_is_named(kept, tmp_path, capsys, text):
         (["--out", "nowhere/explain.png"], "--out nowhere/explain.png: no such folder; make it, or name another"),
         (["--prompt", "nowhere.txt"], "--prompt nowhere.txt: cannot be read"),
         ([], "--prompt: missing; give a text file, or kept replies by --replies"),
-        (["--replies", "nowhere.jsonl"], "--replies nowhere.jsonl: cannot be read"),
+        (["--replies", "nowhere.jsonl"], "nowhere.jsonl: cannot be read"),
         (["--replies", "a.jsonl", "--methods", "epic"], "--methods: is for asking a server, and --replies asks none; "),
         (["--replies", "a.jsonl", "--ratio", "9"], "--ratio: is for asking a server, and --replies asks none; "),
         (["--replies", "a.jsonl", "--save", "b.jsonl"], "--save: is for asking a server, and --replies asks none; "),
@@ -167,6 +178,25 @@ def test_what_a_server_may_answer(capsys, answering, prompt, model_path, status,
     line = refusal(capsys, "--prompt", prompt, "--url", url, "--tokenizer", model_path, "--methods", "epic")
     assert line.startswith(f"--url {url}: " if not words.startswith("--") else words)
     assert words in line
+
+
+@pytest.mark.parametrize(
+    ("info", "rank"), [({"dp_size": 1, "attn_dp_size": 1}, None), ({"dp_size": 2}, 0), ({"attn_dp_size": 2}, 0)]
+)
+def test_of_several_replicas_one_is_asked(answering, capsys, prompt, model_path, info, rank):
+    asked: list[dict[str, Any]] = []
+    body = json.dumps({"meta_info": {"chunk_cache": {"chunks": [1]}}}).encode()  # fits what primes, not the question
+    url = answering(200, body, info=json.dumps(info).encode(), asked=asked)
+    refusal(capsys, "--prompt", prompt, "--url", url, "--tokenizer", model_path, "--methods", "epic")
+    assert [one.get("routed_dp_rank") for one in asked] == [rank] * 3
+
+
+def test_a_password_in_the_address_is_not_printed(capsys, prompt):
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        port = closed.getsockname()[1]
+        line = refusal(capsys, "--prompt", prompt, "--url", f"http://user:SECRET@127.0.0.1:{port}")
+    assert line.startswith(f"--url http://127.0.0.1:{port}: no server answers (")
 
 
 def test_the_tokenizer_is_asked_for(capsys, answering, prompt):

@@ -59,15 +59,16 @@ def test_visible():
     assert visible("東京 $é") == "東京 $é"
 
 
-@pytest.mark.parametrize("ending", ["", "\n"])
-def test_a_prompt_is_read_without_the_last_line_break(tmp_path, monkeypatch, ending):
-    text = f"Read.{SEP}A\n{SEP} B{SEP}Who?\n"
+@pytest.mark.parametrize("break_", ["\n", "\r\n"])
+@pytest.mark.parametrize("num_breaks", [0, 1, 2])
+def test_a_prompt_is_read_without_the_last_line_break(tmp_path, monkeypatch, break_, num_breaks):
+    text = f"Read.{SEP}A{break_}{SEP} B{SEP}Who?" + break_ * num_breaks
     path = tmp_path / "prompt.txt"
-    path.write_text(text + ending, encoding="utf-8")
-    expected = "Who?" if not ending else "Who?\n"
-    assert read_prompt(str(path), SEP).pieces == ("Read.", "A\n", " B", expected)
-    monkeypatch.setattr(sys, "stdin", io.StringIO(text + ending))
-    assert read_prompt("-", SEP).pieces[-1] == expected
+    path.write_bytes(text.encode())
+    expected = ("Read.", f"A{break_}", " B", "Who?" + break_ * max(0, num_breaks - 1))
+    assert read_prompt(str(path), SEP).pieces == expected
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
+    assert read_prompt("-", SEP).pieces == expected
 
 
 @pytest.mark.parametrize(

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from benchmark.quality.campaign import Plan, _open
 from benchmark.quality.evaluate import find_models, load, main, parse_args, server_flags
 from benchmark.quality.question import DataError
 
@@ -31,6 +33,7 @@ def model(tmp_path: Path) -> Path:
             "leave alpha out, or name the method to chunk-cache verify",
         ),
         (["--families", "carry", "cary"], "--families: no family 'cary'; choose from needle"),
+        (["--resume", "--redo", "epicc"], "--redo: unknown method 'epicc'; did you mean epic? known methods: off, "),
         (["--tasks", "squad"], "--tasks: 'squad' is not one of synthetic, ruler, longbench:FILE,"),
         (["--tasks", "jsonl:{folder}/none.jsonl"], "{folder}/none.jsonl: cannot be read"),
         (["--tasks", "longbench:{folder}/broken.jsonl"], "{folder}/broken.jsonl:2: not JSON"),
@@ -86,6 +89,20 @@ def test_a_fingerprint_changes_with_the_weights(model: Path) -> None:
         found.add(fingerprint(model))
     assert len(found) == 3, "training may leave the embedding, which comes first, as it was"
     assert fingerprint("org/name-7b") == "org/name-7b"
+
+
+def test_replies_of_a_server_with_another_file_of_options_are_not_kept(model: Path, tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    tasks = load(parse_args(["--families", "needle", "--num", "1"]))
+    plan = Plan(tasks, [], tmp_path, resume=True, flags=("--chunk-cache-config", f"@{config}"))
+    for content in ("{}", "{}", '{"alpha": 1}'):
+        config.write_text(content)
+        with ExitStack() as stack:
+            if content == "{}":
+                _open("m", str(model), plan, stack)
+                continue
+            with pytest.raises(DataError, match=r"begun with other settings \(flags\)"):
+                _open("m", str(model), plan, stack)
 
 
 def test_the_command_line_changes_the_tasks(tmp_path: Path) -> None:

@@ -40,6 +40,12 @@ def test_a_users_trace_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[
         (["crowd", "--set", "num_requests=40", "--clients", "20"], "clients: 40 requests are too few for 20 clients; "),
         (["crowd", "--rates", "0"], "--rates: 0 is not a rate above 0; give requests a second"),
         (["run", "--jsonl", "nowhere.jsonl"], "nowhere.jsonl: cannot be read"),
+        (["run", "--pool-share", "nan"], "--pool-share: nan is not a share above 0; give one"),
+        (["run", "--pool-share", "0.1", "inf"], "--pool-share: inf is not a share above 0; give one"),
+        (["run", "--pool-share", "1e308"], "--pool-share: 1e+308 is not a share above 0; give one"),
+        (["run", "--pool-share", "9", "--max-cfo", "nan"], "max_cfo: nan is not a number of at least 0; give one"),
+        (["run", "--pool-share", "9", "--max-generation", "-1"], "max_generation: -1 is too small; give at least 0"),
+        (["run", "--out", __file__], "--out: cannot make "),
     ],
 )
 def test_a_mistake_is_one_line(command: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

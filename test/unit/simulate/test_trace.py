@@ -11,6 +11,8 @@ import pytest
 from benchmark.simulate.jsonl import read_jsonl, write_jsonl
 from benchmark.simulate.trace import PRESETS, TraceError, TraceSpec, generate
 
+from chunk_cache_tools.jsonl import DataError
+
 SPEC = TraceSpec(num_requests=300, num_chunks=200)
 
 
@@ -111,8 +113,10 @@ def test_texts_are_their_own_ids_and_give_their_length(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("{", r":2: not JSON .*; write one JSON object per line"),
-        ("[]", r":2: \[\] is not an object; give an object with chunks, question_len, session"),
+        ("{", r":2: not JSON .*; give one object per line"),
+        ("[]", r":2: not an object; give one object per line"),
+        ("[" * 10**5 + "]" * 10**5, r":2: objects or lists are nested too deep; give one object per line"),
+        ('{"chunks": [{"id": "a", "length": ' + "1" * 5000 + "}]}", r":2: not JSON .*; give one object per line"),
         ('{"chunk": []}', r":2: unknown key 'chunk'; known keys: chunks, question_len, session"),
         ('{"chunks": 3}', r":2: chunks: 3 is not a list; give a list"),
         ('{"chunks": [7]}', r":2: chunks\[0\]: 7 is not an object; give an object with id, text, length"),
@@ -127,12 +131,12 @@ def test_texts_are_their_own_ids_and_give_their_length(tmp_path: Path) -> None:
 def test_a_bad_line_is_told_with_file_line_and_remedy(tmp_path: Path, line: str, message: str) -> None:
     path = tmp_path / "requests.jsonl"
     path.write_text('{"chunks": [{"id": "a", "length": 9}]}\n' + line + "\n")
-    with pytest.raises(TraceError, match=r"requests\.jsonl" + message):
+    with pytest.raises((TraceError, DataError), match=r"requests\.jsonl" + message):
         read_jsonl(path, system_len=0)
 
 
 def test_a_file_that_is_missing_or_empty_is_told(tmp_path: Path) -> None:
-    with pytest.raises(TraceError, match="cannot be read"):
+    with pytest.raises(DataError, match="cannot be read"):
         read_jsonl(tmp_path / "none.jsonl", system_len=0)
     (tmp_path / "empty.jsonl").write_text("\n")
     with pytest.raises(TraceError, match="holds no request; give one JSON object per line"):

@@ -13,11 +13,15 @@ import pytest
 
 from chunk_cache.options.config import parse_config
 from chunk_cache_tools.conditions import Condition, parse_method
+from chunk_cache_tools.local_tokenizer import Shape
+from chunk_cache_tools.verify import verify_command
 from chunk_cache_tools.verify.fit import Check
 from chunk_cache_tools.verify.plot import draw
 from chunk_cache_tools.verify.recommendation import Measured, judge, recommend
 from chunk_cache_tools.verify.results import Findings, as_json, sentences, write_results
-from chunk_cache_tools.verify.verify_command import conditions_of, main, parse_args
+from chunk_cache_tools.verify.session import SetupError
+from chunk_cache_tools.verify.verify_command import Model, conditions_of, main, parse_args
+from tiny_models import make_tokenizer
 
 OUT = Path("out")
 FITS = [Check("ratio 1.0 equals a full prefill", True, "log-probabilities differ by at most 1e-6")]
@@ -84,6 +88,40 @@ def test_a_mistake_is_one_sentence_before_anything_starts(
     printed = capsys.readouterr().err
     assert message in printed
     assert "Traceback" not in printed
+
+
+def test_replies_of_another_version_are_not_used_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "prompts.jsonl").write_text('{"text": "Read.<|chunk|>Rome.<|chunk|>Paris.<|chunk|>Where?"}\n')
+    versions = {"sglang": "0.5", "sglang-chunk-cache": "1"}
+
+    def model(_: object) -> Model:
+        return Model("m", "m", versions["sglang"], Shape(2, has_states=False), make_tokenizer())
+
+    def reached(*_: object) -> None:
+        raise SetupError("a server is asked")
+
+    monkeypatch.setattr(verify_command, "_model_here", model)
+    monkeypatch.setattr(verify_command, "reached", reached)
+    monkeypatch.setattr(verify_command.importlib.metadata, "version", versions.__getitem__)
+    monkeypatch.setattr(verify_command, "all_flags", tuple)
+    config = '{"tiers": {"remote": "redis://:SECRET@host"}}'
+    command = ["m", str(tmp_path / "prompts.jsonl"), "--out", str(tmp_path), "--", "--chunk-cache-config", config]
+
+    def told() -> str:
+        assert main(command) == 2
+        return capsys.readouterr().err
+
+    assert "a server is asked" in told()
+    assert "a server is asked" in told(), "the same command goes on"
+    for name, version in list(versions.items()):
+        versions[name] = "2"
+        assert "replies.jsonl: begun with other settings (versions); add --fresh, or name another --out." in told()
+        versions[name] = version
+    assert "SECRET" not in (tmp_path / "replies.jsonl").read_text()
+    command[-1] = config.replace("SECRET", "OTHER")
+    assert "begun with other settings (server flags)" in told()
 
 
 def test_the_grid_asks_for_ratio_zero_once_and_for_alphas_beside_it() -> None:

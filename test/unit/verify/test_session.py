@@ -23,13 +23,16 @@ EPIC = Condition(MethodSpec("epic"), 0.3)
 class MadeUpClient:
     """Answers as a server would, without a model; keeps all bodies."""
 
+    num_replicas = 1
+
     def __init__(self, **change: Any) -> None:
         self.change = change
         self.bodies: list[dict[str, Any]] = []
         self.num_flushes = 0
 
-    def ask(self, method: str, path: str) -> dict[str, Any]:
-        return {"/v1/loads": {"loads": [{"max_total_num_tokens": 1000}]}, "/server_info": {"page_size": 1}}[path]
+    def ask(self, method: str, path: str, has: tuple[str, ...]) -> dict[str, Any]:
+        info = {"page_size": 1, "dp_size": self.num_replicas}
+        return {"/v1/loads": {"loads": [{"max_total_num_tokens": 1000}]}, "/server_info": info}[path]
 
     def flush(self) -> None:
         self.num_flushes += 1
@@ -91,6 +94,16 @@ def test_token_ids_are_sent_with_their_spans_in_partitions_of_the_run() -> None:
     assert sent == {"method": "epic", "ratio": 0.3, "spans": PROMPT.spans}
     assert full["extra_key"] == [f"salt-{PROMPT.partition}/full"]
     assert set(primed["extra_key"]) == set(fused["extra_key"]) == {f"salt-{PROMPT.partition}"}
+
+
+def test_of_several_replicas_one_is_asked() -> None:
+    client = MadeUpClient()
+    ask(client, EPIC, likelihood=True)
+    assert not any("routed_dp_rank" in body for body in client.bodies)
+    client = MadeUpClient()
+    client.num_replicas = 2
+    ask(client, EPIC, likelihood=True)
+    assert [body["routed_dp_rank"] for body in client.bodies] == [0] * 5
 
 
 def test_the_loss_is_that_of_full_prefills_own_tokens() -> None:
