@@ -4,8 +4,9 @@
     python benchmark/gpu/check.py --rehearse        # small, on a CPU: what can be seen to work without a GPU
 
 A stage is a command with a time limit. Its log and results lie in the folder of the results. A stage that held is not
-run again, except with `--redo`, so an interrupted check continues where it was. The report says of each stage whether
-it held, and contains its tables. Without `--model`, long prompts run on random weights of Llama-3.1-8B's shape.
+run again by the same command, at the same commit, with the same SGLang, except with `--redo`, so an interrupted check
+continues where it was; changes since a commit are not told apart. The report says of each such stage whether it held,
+and contains its tables. Without `--model`, long prompts run on random weights of Llama-3.1-8B's shape.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmark.common.machine import ROOT
+from benchmark.common.machine import ROOT, describe_code
 from benchmark.common.results import RESULTS_DIR, describe_run, markdown_table, run_markdown
 
 
@@ -66,7 +67,7 @@ def stages(args: argparse.Namespace) -> list[Stage]:
 
 
 def run(stage: Stage, folder: Path) -> dict[str, object]:
-    """Runs a stage; returns how it ended, its seconds and its command."""
+    """Runs a stage; returns how it ended, and its seconds."""
     folder.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, *stage.command, "--out", str(folder)]
     began = time.monotonic()
@@ -78,7 +79,7 @@ def run(stage: Stage, folder: Path) -> dict[str, object]:
             ended = "held" if done.returncode == 0 else f"did not hold (code {done.returncode})"
         except subprocess.TimeoutExpired:
             ended = f"was ended after {stage.limit_s} s"
-    return {"ended": ended, "seconds": round(time.monotonic() - began), "command": " ".join(stage.command)}
+    return {"ended": ended, "seconds": round(time.monotonic() - began)}
 
 
 def report(args: argparse.Namespace, found: dict[str, dict[str, object]]) -> list[str]:
@@ -126,15 +127,18 @@ def main() -> int:
         chosen = [stage for stage in chosen if stage.name in names]
     args.out.mkdir(parents=True, exist_ok=True)
     state = args.out / "check.json"
-    found: dict[str, dict[str, object]] = json.loads(state.read_text()) if state.exists() else {}
+    known: dict[str, dict[str, object]] = json.loads(state.read_text()) if state.exists() else {}
+    code = {name: value for name, value in describe_code().items() if name in ("commit", "sglang")}
+    origins = {stage.name: {"command": " ".join(stage.command), **code} for stage in stages(args)}
+    found = {name: known[name] for name in known.keys() & origins if origins[name].items() <= known[name].items()}
     for stage in chosen:
         if not args.redo and found.get(stage.name, {}).get("ended") == "held":
             print(f"{stage.name}: held before", flush=True)
-            continue
-        print(f"{stage.name}: {stage.what} ...", flush=True)
-        found[stage.name] = run(stage, args.out / stage.name)
-        print(f"{stage.name}: {found[stage.name]['ended']}, {found[stage.name]['seconds']} s", flush=True)
-        state.write_text(json.dumps(found, indent=1))
+        else:
+            print(f"{stage.name}: {stage.what} ...", flush=True)
+            found[stage.name] = run(stage, args.out / stage.name) | origins[stage.name]
+            print(f"{stage.name}: {found[stage.name]['ended']}, {found[stage.name]['seconds']} s", flush=True)
+            state.write_text(json.dumps(known | found, indent=1))
         (args.out / "report.md").write_text("\n".join(report(args, found)) + "\n")
     print(f"written: {args.out / 'report.md'}")
     return 0 if all(found[stage.name]["ended"] == "held" for stage in chosen) else 1

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import functools
 import importlib
 import itertools
 import json
@@ -77,12 +78,20 @@ class Meter:
         for kind, stacks in self._stacks.items():
             counts: Counter[str] = Counter()
             for codes, count in stacks.items():
-                inward = [f"{c.co_qualname} ({'/'.join(Path(c.co_filename).parts[-3:])}:1)" for c in codes[::-1]]
+                inward = [f"{c.co_qualname} ({_from_package(c.co_filename)}:1)" for c in codes[::-1]]
                 keys = {f"within {frame}" for frame in inward} | {f"stage {stage_of(inward)}", f"own {inward[-1]}"}
                 counts.update(dict.fromkeys(keys, count))
             scale = sum(self._ns[kind]) / len(self._ns[kind]) / 1e3 / max(1, stacks.total())
             report["us"][kind] = {key: round(count * scale, 1) for key, count in counts.items()}
         return report
+
+
+@functools.cache
+def _from_package(filename: str) -> str:
+    """A file by its path from its package on."""
+    path = Path(filename)
+    folder = max((one for one in sys.path if path.is_relative_to(one)), key=len, default=path.parent)
+    return str(path.relative_to(folder))
 
 
 # The scheduler process.

@@ -1,71 +1,66 @@
-"""Stacks: counts the samples of a profiler by stage. `read_collapsed` reads them, `shares` sorts them into stages.
+"""Stacks: says to which stage a sample of a profiler belongs: `stage_of`.
 
-The innermost frame that matches a rule decides the stage, so a stage includes what it calls. The rules name frames of
-SGLang's scheduler process, with our code inside it. They contain file names, so a new version of SGLang may show up as
-time in `other`.
+The innermost frame that matches a rule decides the stage, so a stage includes what it calls, and a file of no rule
+belongs to its caller. The rules name frames of SGLang's scheduler and HTTP processes, with our code inside them, by
+their files from the package on, so a new version of SGLang may show up as time in `other`. They have no stages of the
+model's forward, which `benchmark/host` leaves out.
 """
 
 from __future__ import annotations
 
 import re
-from collections import Counter
-from collections.abc import Iterable, Mapping
-from pathlib import Path
+from collections.abc import Iterable
 
-OTHER, IDLE, PARSE = "other", "waiting", "parse: marks, tokens"
+OTHER, IDLE = "other", "waiting"
 # (stage, pattern of a frame), tried from the innermost frame outwards; the first frame that matches a pattern decides.
 RULES: tuple[tuple[str, str], ...] = (
     (
         "assemble: copy and rotate stored KV",
-        r"copy_rotate|KVAssembler|cache/kv/pool|\._fill \(|\brotate \(sgl_kernel_ext",
+        r"sgl_kernel_ext/(copy_rotate|rotary)|sglang_chunk_cache/kv/(assembler|layer_kv|pool)",
     ),
-    ("load from tiers", r"sglang_chunk_cache/tiers/(?!waiting)"),
-    ("select rows", r"sglang_chunk_cache/selection|kv_deviation|attention_mass"),
-    ("statistics", r"chunk_cache/(kv/)?(chunk_)?statistics"),
-    ("keys", r"chunk_cache/keys"),
-    ("reply", r"chunk_cache/(api/)?reply|output_streamer|RecomputePlan\._?reply|\b(_report|_write_reply) \("),
-    ("look up", r"chunk_cache/(index|lookup|reusability|victims|variant|paths|(kv/)?store)"),
+    ("load from tiers", r"chunk_cache/(tiers/(?!cost)|kv/(layer_stream|partial_load|stored_variant))"),
+    (
+        "select rows",
+        r"sglang_chunk_cache/(forward/(kept_chooser|row_choice|selection/)|selector/|host/selector)"
+        r"|sgl_kernel_ext/(add_drift|attention_mass|kv_deviation|question_mass)",
+    ),
+    ("statistics", r"chunk_cache/(forward/statistics_taker|index/chunk_statistics|kv/chunk_sums)"),
+    ("keys", r"\bchunk_cache/keys"),
+    (
+        "reply",
+        r"sglang_chunk_cache/(api/replies|host/sglext|request/(reply|selection_report))"
+        r"|output_streamer|RecomputePlan\._?reply",
+    ),
     (
         "remember, promote",
-        r"chunk_cache/(host/)?(maintenance|refresh|kv/keeper)|\.(checkpoint|_?remember|_?promote|_is_new)",
+        r"chunk_cache/(host/refresh|index/refresh|kv/(keeper|packer|packing)|retention)"
+        r"|\.(checkpoint|remember_\w+|promote) \(",
     ),
-    ("plan", r"\bchunk_cache/(planner|plan|rows|methods|manager|selection)|sglang_chunk_cache/(host/)?radix_cache"),
-    ("admission", r"sglang_chunk_cache/(host/prefill_adder|admission|host/scheduler|tiers/waiting)"),
+    ("look up", r"\bchunk_cache/index/|sglang_chunk_cache/kv/store\b"),
+    ("plan", r"\bchunk_cache/(manager|methods/|plan/)|sglang_chunk_cache/host/radix_cache"),
+    ("admission", r"sglang_chunk_cache/host/(prefill_adder|schedule_batch|scheduler)"),
     (
-        PARSE,
-        r"chunk_cache/(request|api|parse|marks|text|host/(generate|chat|compl|tok))|tokenizer_manager|tokenization",
+        "parse: marks, tokens",
+        r"\bchunk_cache/(options|prompt)/|sglang_chunk_cache/(api/|request/|host/(anthropic|chat|completions|generate))"
+        r"|tokenizer_manager|tokenization",
     ),
-    (
-        "build the batch",
-        r"chunk_cache/forward/batch|(init_forward_batch|\w*_rows|build|_indptr|prepare_\w+|init_new) \(\S*chunk_cache/",
-    ),
-    ("attention of decode", r"forward_decode"),
-    ("attention of fused rows", r"sparse_extend"),
-    ("attention of plain prompts", r"forward_extend|run_sdpa_forward_extend"),
-    ("KV write", r"set_kv_buffer|_store_kv_layer"),
-    ("linear layers", r"UnquantizedLinearMethod\.apply|LogitsProcessor|logits_processor"),
-    ("norms, activations, rotary", r"RMSNorm|SiluAndMul|rotary_embedding|layer_boundary"),
+    ("build the batch", r"sglang_chunk_cache/(forward/|host/(attention_backend|forward_batch|model_runner))"),
+    ("attention of fused rows", r"sgl_kernel_ext/sparse_extend"),
     ("sampling", r"sampler|Sampler"),
     ("receive and send", r"recv_requests|recv_pyobj|sock_recv|sock_send|send_pyobj|io_struct"),
-    ("radix tree, allocator", r"unified_radix_cache|rust_tree_core|mem_cache/"),
-    ("scheduling", r"scheduler\.py|schedule_policy|_batch(_info)?\.py|radix_cache|hook_registry|event_loop"),
+    ("radix tree, allocator", r"sglang/srt/mem_cache/"),
+    ("scheduling", r"scheduler\.py|schedule_policy|_batch(_info)?\.py|hook_registry|event_loop"),
 )
 _WAITING = re.compile(r"select\.|poll\.|\bpoll \(|epoll|_wait_for|wait \(threading|sleep|_watchdog_once")
 _COMPILED = tuple((stage, re.compile(pattern)) for stage, pattern in RULES)
 
 
-def read_collapsed(path: str | Path) -> list[tuple[tuple[str, ...], int]]:
-    """Reads collapsed stacks (`py-spy record -f raw`): (frames from the outermost to the innermost, samples)."""
-    stacks = []
-    for line in Path(path).read_text(encoding="utf-8").splitlines():
-        text, _, count = line.rpartition(" ")
-        if text:
-            stacks.append((tuple(text.split(";")), int(count)))
-    return stacks
-
-
 def stage_of(frames: Iterable[str]) -> str:
-    """A stage of `RULES`, `IDLE` if the innermost frame waits for something, else `OTHER`."""
+    """A stage of `RULES`, `IDLE` if the innermost frame waits for something, else `OTHER`.
+
+    Args:
+        frames: `function (file:line)`, from the outermost to the innermost.
+    """
     inward = list(frames)[::-1]
     if inward and _WAITING.search(inward[0]):
         return IDLE
@@ -74,16 +69,3 @@ def stage_of(frames: Iterable[str]) -> str:
             if pattern.search(frame):
                 return stage
     return OTHER
-
-
-def shares(stacks: Iterable[tuple[tuple[str, ...], int]], process: str) -> Mapping[str, int]:
-    """Samples by stage, without waiting, of the processes with a frame that contains `process`.
-
-    Of other processes only the stage `PARSE` counts: the process that serves HTTP parses marks and tokens.
-    """
-    counts: Counter[str] = Counter()
-    for frames, count in stacks:
-        stage = stage_of(frames)
-        if stage == PARSE or (stage != IDLE and any(process in frame for frame in frames)):
-            counts[stage] += count
-    return counts

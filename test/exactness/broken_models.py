@@ -1,6 +1,6 @@
 """Models with one wrong layer, and a start of a server that meets them.
 
-Verb: `start` (in a process of its own; a sentence, or how long the check took).
+Verbs: `start` (in a process of its own; a sentence, or how long the check took), `start_ranks` (of all ranks).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from chunk_cache_tools.own_server import free_port
 from exactness.runner import TEST_DIR, _context
 
 LAYER = 2
@@ -50,6 +51,14 @@ def interleaved(model: Any) -> None:
     other = copy.deepcopy(rope)
     other.is_neox_style = not rope.is_neox_style
     rope.forward = lambda *args, **kwargs: other.forward_native(*args, **kwargs)
+
+
+def interleaved_on_one_rank(model: Any) -> None:
+    """One of two tensor-parallel ranks has the layer of `interleaved`."""
+    from sglang.srt.runtime_context import get_parallel
+
+    if get_parallel().tp_rank == 1:
+        interleaved(model)
 
 
 def scaling_dropped(model: Any) -> None:
@@ -170,15 +179,33 @@ def start(
     model_dir: Path, break_model: Callable[[Any], None] = as_it_is, config: dict[str, Any] | None = None, **flags: Any
 ) -> str | float:
     """The sentence of a start that is refused; else seconds that the check took."""
-    receiver, sender = _context.Pipe(duplex=False)
-    process = _context.Process(target=_child, args=(sender, model_dir, break_model, config or {}, flags))
-    process.start()
-    sender.close()
-    try:
-        found: str | float = receiver.recv() if receiver.poll(600) else "no answer within 600 s"
-    finally:
-        process.kill()
+    (found,) = start_ranks(1, model_dir, break_model, config, **flags)
     return found
+
+
+def start_ranks(
+    tp_size: int,
+    model_dir: Path,
+    break_model: Callable[[Any], None],
+    config: dict[str, Any] | None = None,
+    within_s: float = 600,
+    **flags: Any,
+) -> list[str | float]:
+    """What `start` returns, of each tensor-parallel rank."""
+    port, receivers, processes = free_port(), [], []
+    for rank in range(tp_size):
+        receiver, sender = _context.Pipe(duplex=False)
+        place = {"tp_rank": rank, "nccl_port": port, "tp_size": tp_size}
+        process = _context.Process(target=_child, args=(sender, model_dir, break_model, config or {}, flags | place))
+        process.start()
+        sender.close()
+        receivers.append(receiver)
+        processes.append(process)
+    try:
+        return [one.recv() if one.poll(within_s) else f"no answer within {within_s} s" for one in receivers]
+    finally:
+        for process in processes:
+            process.kill()
 
 
 def _child(

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from exactness import broken_models
-from exactness.broken_models import LAYER, start
+from exactness.broken_models import LAYER, start, start_ranks
 from exactness.runner import MODEL_DIR
 from tiny_models import make_model
 
@@ -43,6 +43,19 @@ def test_a_wrong_layer_is_named(how: str) -> None:
 def test_a_wrong_layer_is_served_where_the_operator_says_so() -> None:
     found = start(tiny(), broken_models.interleaved, {"models": "any"}, dtype="float32", **SMALL)
     assert isinstance(found, float)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("models", ["checked", "any"])
+def test_ranks_decide_alike(models: str) -> None:
+    """One of two has a wrong layer; alone it would leave the check, and the other wait for its part of a forward."""
+    broken, config = broken_models.interleaved_on_one_rank, {"models": models}
+    found = start_ranks(2, tiny(), broken, config, within_s=300, dtype="float32", **SMALL)
+    if models == "any":
+        assert all(isinstance(one, float) for one in found), found
+    else:
+        assert found[0] == found[1]
+        assert BROKEN["interleaved"] in str(found[0])
 
 
 @pytest.mark.slow

@@ -15,7 +15,8 @@ A layer is compared by the median over rows of their relative differences. Wrong
 1, rounding does not, and a few rows that a router sends to other experts do not change the median. The difference
 allowed is a number for each dtype, plus a multiple of the one between SGLang's own forwards `whole` and `moved`: where
 attention looks at single tokens, a small difference of one layer becomes a larger one at the next. Layers where the one
-of SGLang is too large are not compared; the log names the first.
+of SGLang is too large are not compared; the log names the first. Every difference is the largest of all tensor-parallel
+ranks, which compute these forwards together, so that all decide alike.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from __future__ import annotations
 import logging
 import time
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -48,7 +49,7 @@ from sglang_chunk_cache.forward.state_forward import StateForward
 from sglang_chunk_cache.forward.state_rounds import Gap, RequestRows, Wanted
 from sglang_chunk_cache.forward.whole_rows import AttentionNotServed
 from sglang_chunk_cache.kv.layer_kv import kv_buffers
-from sglang_chunk_cache.kv.ranks import ranks_of_batch
+from sglang_chunk_cache.kv.ranks import max_over_ranks, of_one_rank, ranks_of_batch
 from sglang_chunk_cache.kv.transition import Transition
 from sglang_chunk_cache.start.runtime import ChunkRuntime
 
@@ -184,6 +185,8 @@ class _Check:
         self._stored = _STORED.get(self._runner.token_to_kv_pool.dtype, 0.0)
         self._known: ChunkTransitions[Transition] = ChunkTransitions()
         self._own: list[float] = []  # by layer, and of the logits: what rounding does to the model's own forward
+        ranks = get_parallel().tp_group  # all, also where each attends alone: they share other layers
+        self._reduce_max = max_over_ranks(ranks.cpu_group) if ranks.world_size > 1 else of_one_rank
 
     def close(self) -> None:
         self._prompt.close()
@@ -193,8 +196,9 @@ class _Check:
         expected = self.compute()
         for shift in dict.fromkeys((self._shift, self._num_tokens)):
             keys, there = self.moved_keys(shift)
-            self._own = [_difference(*pair) for pair in zip(there.values, expected.values, strict=True)]
-            self._own.append(_difference(there.logits[None], expected.logits[None]))
+            self._own = self._differences(
+                [*zip(there.values, expected.values, strict=True), (there.logits[None], expected.logits[None])]
+            )
             self._compare_keys(keys, there.keys, shift)
         for how, positions, attention in self._attentions():
             self._bring_in(0)
@@ -320,8 +324,8 @@ class _Check:
         """Compares moved keys with those that the model computed at these positions, layer by layer."""
         # The model's table of cosines is fp32, so angles have an error of this size.
         of_table = _ANGLE_ULPS * 2.0**-24 * (shift + self._num_tokens)
-        for layer, pair in enumerate(zip(found, expected, strict=True)):
-            error, allowed = _difference(*pair), self._allowed(layer, _MOVED) + of_table
+        for layer, error in enumerate(self._differences(zip(found, expected, strict=True))):
+            allowed = self._allowed(layer, _MOVED) + of_table
             if self._is_compared(layer) and not error <= allowed:
                 raise _Unsound(
                     f"keys of layer {layer}, moved by {shift} positions, differ from those that the model "
@@ -330,18 +334,21 @@ class _Check:
 
     def _compare_forward(self, found: _Pass, expected: _Pass, how: str) -> None:
         """Compares rows of the tail with those of the model's own forward; a layer's error shows in the next layer."""
-        for layer in range(len(found.keys) + 1):
-            if layer < len(found.keys):
-                error, allowed = _difference(found.keys[layer][-TAIL_LEN:], expected.keys[layer][-TAIL_LEN:]), 1.0
-            else:
-                error, allowed = _difference(found.logits[None], expected.logits[None]), 3.0  # no median over rows
-            allowed *= self._allowed(layer)
+        tails = [(a[-TAIL_LEN:], b[-TAIL_LEN:]) for a, b in zip(found.keys, expected.keys, strict=True)]
+        for layer, error in enumerate(self._differences([*tails, (found.logits[None], expected.logits[None])])):
+            allowed = self._allowed(layer) * (1.0 if layer < len(tails) else 3.0)  # no median over rows of logits
             if self._is_compared(layer) and not error <= allowed:
                 where = f"behind layer {layer - 1}" if layer else "in front of the first layer"
                 raise _Unsound(
                     f"{where} rows {how} differ from those of the model's own forward by {error:.2g} of their size "
                     f"({allowed:.2g} is rounding)"
                 )
+
+    def _differences(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> list[float]:
+        """The `_difference` of each pair, the largest of all ranks."""
+        own = np.abs([_difference(*pair) for pair in pairs])
+        # Numbers that are not negative have the order of their bits, and NaN is the last of them.
+        return self._reduce_max(own.view(np.int64)).view(np.float64).tolist()
 
     def _allowed(self, layer: int, moved: int = 1) -> float:
         return float((moved * self._tolerance + self._stored) * (1 + layer) ** 0.5 + _OWN * self._own[layer])

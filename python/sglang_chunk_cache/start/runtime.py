@@ -221,7 +221,7 @@ def create_runtime(cache: Any, args: ChunkCacheArgs, ctx: TreeCacheBuildContext)
                     fingerprint = replace(fingerprint, settings=(*fingerprint.settings, (name, value)))
             tiers = ChunkTiers(
                 config.tiers,
-                open_tiers(config, fingerprint),
+                open_tiers(config, fingerprint, get_parallel().num_dp_ranks),
                 pool=pool,
                 metrics=TierMetrics(enabled=is_counting),
                 fingerprint=fingerprint,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import psutil
@@ -21,8 +22,11 @@ from sglang_chunk_cache.tiers.throttled import Throttled
 from sglang_chunk_cache.tiers.tier import REMOTE, Tier
 
 
-def open_tiers(config: Config, fingerprint: Fingerprint) -> list[Tier]:
+def open_tiers(config: Config, fingerprint: Fingerprint, num_replicas: int = 1) -> list[Tier]:
     """Opens the tiers that the configuration asks for, the fastest first.
+
+    Args:
+        num_replicas: data-parallel replicas on this machine, each with the ranks that `fingerprint` counts.
 
     Raises:
         TierError: a tier cannot be opened.
@@ -30,9 +34,10 @@ def open_tiers(config: Config, fingerprint: Fingerprint) -> list[Tier]:
     """
     assert config.tiers is not None, "no tier is asked for"
     throttles = dict(config.tiers.throttle)
+    media = MEDIA | {HOST: partial(_open_host, num_replicas=num_replicas)}
     tiers = []
     for name, value in config.tiers.asked_for().items():
-        medium, max_bytes = MEDIA[name](value, fingerprint)
+        medium, max_bytes = media[name](value, fingerprint)
         if name in throttles:
             medium = Throttled(medium, throttles[name].bytes_per_s, throttles[name].latency_s)
         ledger = TierLedger(max_bytes, config.eviction, config.ageing, config.partition_share)
@@ -40,11 +45,12 @@ def open_tiers(config: Config, fingerprint: Fingerprint) -> list[Tier]:
     return tiers
 
 
-def _open_host(num_bytes: int, fingerprint: Fingerprint) -> tuple[Medium, int | None]:
-    needed, available = num_bytes * fingerprint.tp_size, psutil.virtual_memory().available
-    if needed > available:
+def _open_host(num_bytes: int, fingerprint: Fingerprint, num_replicas: int = 1) -> tuple[Medium, int | None]:
+    num_processes, available = fingerprint.tp_size * num_replicas, psutil.virtual_memory().available
+    if num_bytes * num_processes > available:
         raise ValueError(
-            f"host_bytes: {needed} bytes for all ranks, but {available} are free; give fewer, or free memory"
+            f"host_bytes: {num_bytes} bytes for each scheduler process, of which --tp-size and --dp-size make "
+            f"{num_processes}, but {available} are free for all; give fewer, or free memory"
         )
     return HostMedium(fingerprint), num_bytes
 

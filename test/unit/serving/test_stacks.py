@@ -5,25 +5,26 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from benchmark.serving.stacks import IDLE, OTHER, read_collapsed, shares, stage_of
+import sglang
+from benchmark.common.machine import ROOT, packages_of
+from benchmark.serving.stacks import IDLE, OTHER, RULES, stage_of
 
-LOOP = ("process 7:sglang::scheduler", "Scheduler.event_loop_overlap (scheduler.py:2109)")
+LOOP = ("Scheduler.event_loop_overlap (sglang/srt/managers/scheduler.py:2109)",)
 
 
 @pytest.mark.parametrize(
     ("frames", "stage"),
     [
         ((), "scheduling"),
-        (("LlamaMLP.forward (llama.py:132)", "UnquantizedLinearMethod.apply (unquant.py:614)"), "linear layers"),
+        (("build (sglang_chunk_cache/forward/batch/fused_batch.py:9)",), "build the batch"),
         (
-            ("backend_forward (sglang_chunk_cache/attention/rows.py:195)", "Backend.forward_decode (native.py:376)"),
-            "attention of decode",
-        ),
-        (
-            ("ChunkRadixCache._fill (sglang_chunk_cache/radix_cache.py:351)", "rotate (sgl_kernel_ext/rotary.py:98)"),
+            ("build (sglang_chunk_cache/forward/rows.py:60)", "rotate (sgl_kernel_ext/rotary.py:98)"),
             "assemble: copy and rotate stored KV",
         ),
-        (("sparse_extend (sgl_kernel_ext/sparse_extend/__init__.py:137)",), "attention of fused rows"),
+        (("leave (sglang_chunk_cache/forward/selection/progress.py:90)", "upload (transfer.py:3)"), "select rows"),
+        (("StatisticsTaker.take (sglang_chunk_cache/forward/statistics_taker.py:40)",), "statistics"),
+        (("ChunkIndex.get (chunk_cache/index/chunk_index.py:7)",), "look up"),
+        (("ChunkManager.remember_exact (chunk_cache/manager.py:379)",), "remember, promote"),
         (("_watchdog_once (utils/watchdog.py:147)",), IDLE),
     ],
 )
@@ -35,13 +36,13 @@ def test_an_unknown_stack_is_other() -> None:
     assert stage_of(("main (x.py:1)", "work (y.py:2)")) == OTHER
 
 
-def test_counts_of_one_process(tmp_path: Path) -> None:
-    path = tmp_path / "raw.txt"
-    linear = "UnquantizedLinearMethod.apply (unquant.py:614)"
-    loop = ";".join(LOOP)
-    marks = "prepare (sglang_chunk_cache/api/prepare.py:80)"
-    path.write_text(
-        f"{loop};{linear} 30\n{loop} 5\n{loop};poll (x.py:1) 9\nprocess 8:other;{linear} 4\nprocess 8:other;{marks} 2\n"
-    )
-    found = shares(read_collapsed(path), "sglang::scheduler")
-    assert dict(found) == {"linear layers": 30, "scheduling": 5, "parse: marks, tokens": 2}
+def test_every_stage_has_a_file() -> None:
+    folders = [*packages_of(ROOT), Path(sglang.__path__[0]).parent]
+    packages = ("sglang/srt", "sglang_chunk_cache", "chunk_cache", "sgl_kernel_ext")
+    files = [
+        file.relative_to(folder)
+        for folder in folders
+        for package in packages
+        for file in (folder / package).rglob("*.py")
+    ]
+    assert {stage for stage, _ in RULES} <= {stage_of([f"function ({file}:1)"]) for file in files}
