@@ -66,7 +66,11 @@ class AddedRows:
 
     @property
     def is_spoilt(self) -> bool:
-        """Whether a forward that was stopped between layers cannot be run again with the same rows."""
+        """Whether a forward that was stopped between layers cannot be run again with the same rows.
+
+        One that corrects can: its rows do not change a second time (`drift`), and questions that ask over all layers
+        have waited for all of them before anything else was computed.
+        """
         choice = self.choice
         return bool(self.layer_copies) or (
             choice is not None and choice.selection.stage is Stage.LAYER and not choice.selection.asks_first

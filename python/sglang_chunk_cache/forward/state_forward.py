@@ -70,10 +70,11 @@ class StateForward:
             runs.append(runs_of(one, first))
             first += len(one.positions)
         are_plain = [len(own) == 1 and own[0].gap is None for own in runs]
-        if all(are_plain) and not is_fused and not any(one.wanted for one in requests):
+        is_stock = all(is_plain or not own for own, is_plain in zip(runs, are_plain, strict=True))
+        if is_stock and not is_fused and not any(one.wanted for one in requests):
             return None
-        if all(are_plain):
-            return cls(layers, [round_of([own[0] for own in runs], device, is_stock=True)], are_plain)
+        if is_stock:
+            return cls(layers, [round_of([own[0] for own in runs if own], device, is_stock=True)], are_plain)
         plain = [own[0] for own, is_plain in zip(runs, are_plain, strict=True) if is_plain]
         made = [round_of(plain, device)] if plain else []
         chained = sorted((own for own, is_plain in zip(runs, are_plain, strict=True) if not is_plain), key=len)[::-1]

@@ -178,10 +178,15 @@ def _move_to_true_positions(forward_batch: ForwardBatch, batch: ScheduleBatch) -
 
 
 def _observers(
-    model_runner: ModelRunner, chunks: ChunkRuntime, batch: ScheduleBatch, begins: Sequence[int], end: int | None
+    model_runner: ModelRunner,
+    chunks: ChunkRuntime,
+    batch: ScheduleBatch,
+    begins: Sequence[int],
+    ends: Sequence[int] | None,
 ) -> tuple[Observer, ...]:
-    """Observers of what a forward computes of each request, from `begins` to `end` (None: the end of its extend)."""
-    ends = [p + n if end is None else end for p, n in zip(batch.prefix_lens, batch.extend_lens, strict=True)]
+    """Observers of what a forward computes of each request, from `begins` to `ends` (None: the end of its extend)."""
+    if ends is None:
+        ends = [p + n for p, n in zip(batch.prefix_lens, batch.extend_lens, strict=True)]
     spans = list(zip(begins, ends, strict=True))
     kv_pool = model_runner.token_to_kv_pool
     statistics = StatisticsTaker.plan(batch, chunks.statistics_layers, kv_pool, chunks.kernel, spans)

@@ -129,9 +129,10 @@ class ChunkPrefillAdder(PrefillAdder):
         most = self.rem_chunk_tokens
         if state is None or plan is None or most is None or req.prefix_len >= plan.load_end:
             return super().add_chunked_req(req)
+        self.rem_chunk_tokens += max(0, 1 - most)  # even if decoding requests leave no room
+        most = max(most, 1)
         if self.chunked_req_limit is not None:
             most = min(most, self.chunked_req_limit)
-        most = max(most, 1)  # even if decoding requests leave no room
         step = next_step(plan, req.prefix_len, most)
         if step.load_end > req.prefix_len:
             part = self.tree_cache.load_part(req, step.load_end)

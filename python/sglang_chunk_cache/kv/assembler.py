@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -39,6 +39,13 @@ if TYPE_CHECKING:
 
 MAX_STAGED_BYTES = 64 << 20
 """Bytes that one copy to or from the host takes on the device meanwhile; a copy is at least a layer of K or V."""
+
+
+def hold(tensors: Iterable[torch.Tensor]) -> None:
+    """Keeps the memory of tensors that another stream has made until the current one has read them."""
+    for one in tensors:
+        if one.device.type != "cpu":
+            one.record_stream(torch.get_device_module().current_stream())
 
 
 @dataclass(frozen=True)

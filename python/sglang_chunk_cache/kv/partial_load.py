@@ -22,7 +22,7 @@ from chunk_cache.index.chunk_index import ChunkIndex
 from chunk_cache.index.variant import Variant
 from sgl_kernel_ext.rotary import Turn
 from sgl_kernel_ext.transfer import upload
-from sglang_chunk_cache.kv.assembler import KVAssembler
+from sglang_chunk_cache.kv.assembler import KVAssembler, hold
 from sglang_chunk_cache.kv.layer_stream import LayerStream
 from sglang_chunk_cache.kv.ranks import ReduceMax
 from sglang_chunk_cache.kv.store import VariantStore
@@ -171,8 +171,9 @@ class LayerLoads:
         self._loads = loads
         self._assembler = assembler
         self._partials = tuple(dict.fromkeys(copy.partial for copy in copies))
-        self._source = torch.cat([copy.source for copy in copies])
-        self._target = torch.cat([copy.target for copy in copies])
+        sources, targets = [copy.source for copy in copies], [copy.target for copy in copies]
+        hold([*sources, *targets, *(partial.slots for partial in self._partials)])
+        self._source, self._target = torch.cat(sources), torch.cat(targets)
         shifts = np.array([copy.shift for copy in copies], dtype=np.int64)
         (delta,) = upload([shifts.repeat([len(copy.source) for copy in copies])], self._source.device)
         self._turn = Turn(delta)

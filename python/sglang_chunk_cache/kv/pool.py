@@ -27,7 +27,7 @@ from chunk_cache.manager import ChunkManager
 from chunk_cache.plan.chunk_plan import ChunkPlan
 from chunk_cache.plan.recompute_plan import RecomputePlan
 from sgl_kernel_ext.transfer import upload
-from sglang_chunk_cache.kv.assembler import HostKV, KVAssembler
+from sglang_chunk_cache.kv.assembler import HostKV, KVAssembler, hold
 from sglang_chunk_cache.kv.layer_stream import LayerStream
 from sglang_chunk_cache.kv.partial_load import LayerCopy, PartialLoads
 from sglang_chunk_cache.kv.store import VariantStore
@@ -158,13 +158,8 @@ class ChunkPool:
         sources, targets, shifts = zip(*copies, strict=True)
         delta = np.repeat(np.array(shifts, dtype=np.int64), [len(source) for source in sources])
         (delta_on_device,) = upload([delta], targets[0].device)
-        joined = torch.cat(sources), torch.cat(targets)
-        if joined[0].device.type != "cpu":
-            # The scheduler's stream made them, and would hand their memory out again before this stream has read it.
-            stream = torch.get_device_module().current_stream()
-            for one in (*sources, *targets):
-                one.record_stream(stream)
-        self._assembler.copy(*joined, delta_on_device)
+        hold([*sources, *targets])
+        self._assembler.copy(torch.cat(sources), torch.cat(targets), delta_on_device)
 
     def _touch(self, variants: Sequence[Variant]) -> None:
         last_of: dict[object, Variant] = {}

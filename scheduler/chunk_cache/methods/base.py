@@ -4,9 +4,9 @@
     Stage.LAYER      at a layer, from what all rows computed there; from then on the others are left out: `layer_counts`
     Stage.QUESTION   by a forward of the question over the reused cache, before that of the answer: `layer_counts`
 
-A method of the last two stages says here only how many rows are kept; the scores are tensors, and the function that
-makes them is `forward.selection.<name>:score` of the server. Whatever a method does depends on its arguments only, so
-every tensor-parallel rank and every retry agrees.
+A method of the last two stages says here only how many rows are kept; the scores are tensors, and the server's
+`forward.selection.scorer.scorer_of` knows the function that makes them. Whatever a method does depends on its arguments
+only, so every tensor-parallel rank and every retry agrees.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ class Method:
 
     def _select(self, num_reused: int, num_rows: int, basis: Basis) -> Rows:
         """`num_rows` sorted offsets, 0 < num_rows < num_reused."""
-        raise NotImplementedError(f"{self.name} does not choose before the forward")
+        raise NotImplementedError(f"{self.name} does not choose from one chunk before the forward")
 
     def shares_budget(self, options: Options) -> bool:
         """Whether the ratio is one budget for all reused chunks, so that `rows_of_all` chooses (`Stage.BEFORE`)."""

@@ -102,9 +102,6 @@ class Seams(Method):
 
     name = "seams"
 
-    def _select(self, num_reused: int, num_rows: int, basis: Basis) -> Rows:
-        return np.arange(num_rows, dtype=np.int64)
-
     def shares_budget(self, options: Options) -> bool:
         return True
 

@@ -17,8 +17,9 @@ def group_rows(rows: Rows, *, offset_len: int, chunk_len: int, size: int, thresh
         rows: sorted offsets in the reused part; [num_rows].
         offset_len: tokens of the chunk in front of the reused part.
         chunk_len: tokens of the whole chunk.
+        size: at least 1.
     """
-    if size == 0 or not len(rows):
+    if not len(rows):
         return rows
     window = (rows + offset_len) // size
     num_selected = np.bincount(window)[window]

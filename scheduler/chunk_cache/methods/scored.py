@@ -1,6 +1,6 @@
 """Methods that score tokens during the forward; this file says only where, and how many rows stay.
 
-The scores themselves are made by `sglang_chunk_cache.forward.selection`, in the file of the same name.
+The scores themselves are made by `sglang_chunk_cache.forward.selection` (`scorer.scorer_of`).
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ import numpy as np
 from chunk_cache.index.lookup import Lookup
 from chunk_cache.index.need import OBSTACLES
 from chunk_cache.index.reusability import share_to_fix
-from chunk_cache.methods import METHODS, STAND_IN, Method, Options, Ranking
+from chunk_cache.methods import METHODS, STAND_IN, Method, Options, Ranking, Stage
 from chunk_cache.methods.fixed import Seams
 from chunk_cache.methods.method_options import DRIFT, FOCUS_WINDOW, SHIFT
 from chunk_cache.options.request_options import EXACT_MODES, RequestOptions
@@ -26,7 +26,6 @@ from chunk_cache.plan.chunk_plan import ChunkPlan
 from chunk_cache.plan.image_spans import end_outside, num_within
 from chunk_cache.plan.recompute_plan import RecomputePlan, lead_end
 from chunk_cache.plan.row_plan import choose_rows
-from chunk_cache.plan.selection_plan import is_selecting
 from chunk_cache.types import Span, Status
 
 _IN_FORWARD = (FOCUS_WINDOW.name, DRIFT.name)  # options by which the forward drops or corrects
@@ -103,7 +102,7 @@ def make_plan(
     served = _Served.as_asked(opts, settings)
     if selector_reason is not None and 0.0 < served.ratio < 1.0:
         served = served.by_stand_in(selector_reason)
-    if images and 0.0 < served.ratio < 1.0 and is_selecting(served.method, served.opts.options):
+    if images and 0.0 < served.ratio < 1.0 and served.method.stage is not Stage.BEFORE:
         served = served.by_stand_in("images", drops=_IN_FORWARD)
     budget_alpha = served.method.alpha_of(served.opts.options, opts.ratio, settings.alpha)
     server_alpha = settings.alpha or 1.0
@@ -152,6 +151,8 @@ def make_plan(
     if chosen.selection is not None:
         num_ahead, num_behind = lead_end(chunks) - prefix_len, prompt_len - load_end
         misfit = _misfit(chosen.num_rows, num_ahead, num_behind, served.method, settings)
+        if images:  # what drops rows or corrects others knows no images
+            misfit = "images"
         if misfit is not None:
             served = served.by_stand_in(misfit, drops=_IN_FORWARD)
             chosen = choose(method=served.method, opts=served.opts)

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 import torch
 
 from sgl_kernel_ext.backend import FP8, Backend, check_sinks, resolve_backend
+from sgl_kernel_ext.sparse_extend import flashinfer
 from sgl_kernel_ext.sparse_extend.torch_blocked import IndPtr, TorchPlan
 
 __all__ = ["PrivateKeys", "SparseExtend", "exclude_shared", "sparse_extend"]
@@ -125,9 +126,7 @@ class SparseExtend:
         options = {"sm_scale": sm_scale, "logit_cap": logit_cap, "k_scale": k_scale, "v_scale": v_scale}
         implementation = resolve_backend(self._backend, q.device, "sparse_extend", has_flashinfer=True)
         if implementation == "flashinfer" and window < 0 and sinks is None:
-            from sgl_kernel_ext.sparse_extend.flashinfer import sparse_extend_flashinfer
-
-            sparse_extend_flashinfer(q, k_buffer, v_buffer, self._index, out, **options)
+            flashinfer.sparse_extend_flashinfer(q, k_buffer, v_buffer, self._index, out, **options)
         elif implementation in ("triton", "flashinfer"):
             from sgl_kernel_ext.sparse_extend.triton import sparse_extend_triton
 
@@ -140,6 +139,7 @@ class SparseExtend:
     def forget(self) -> None:
         """Frees what calls have made of the index tensors; the next call makes it anew."""
         self._torch_plan = None
+        flashinfer.forget()
 
 
 def sparse_extend(

@@ -233,6 +233,10 @@ class FlashInferSparseExtend:
         if dense is not out:
             out.copy_(dense)
 
+    def forget(self) -> None:
+        """Drops the plan."""
+        self._wrapper, self._extra_args = None, ()
+
     def _wrapper_for(self, dtype: torch.dtype, head_dim: int) -> tuple[Any, str]:
         """FlashInfer's wrapper and how it masks. The first call builds the variant, or notes that this failed."""
         from flashinfer import BatchPrefillWithPagedKVCacheWrapper
@@ -297,6 +301,13 @@ def sparse_extend_flashinfer(
     attention.run(q, k_buffer, v_buffer, out)
     if v_scale != 1.0:
         out *= v_scale
+
+
+def forget() -> None:
+    """Frees the index tensors of the last plan; the next call plans anew."""
+    _planned.clear()
+    for attention in _attentions.values():
+        attention.forget()
 
 
 def _check_supported(q: torch.Tensor, k_buffer: torch.Tensor, v_buffer: torch.Tensor) -> None:

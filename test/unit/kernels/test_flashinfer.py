@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import types
+import weakref
 
 import pytest
 import torch
@@ -417,3 +418,18 @@ def test_nvcc_compiles_the_variant_with_flashinfers_kernel(tmp_path):
     for process in started:
         output, _ = process.communicate()
         assert process.returncode == 0, output.decode()
+
+
+def test_a_forward_that_has_ended_keeps_no_index_tensors(monkeypatch):
+    monkeypatch.setattr(subject, "_planned", {})
+    monkeypatch.setattr(subject, "_attentions", {})
+    slots, positions = torch.arange(10), torch.tensor([3, 9])
+    attention = SparseExtend([0, 10], slots, [0, 2], positions, backend="flashinfer")
+    device = torch.device("cpu")
+    subject._planned[device] = attention._index, {}
+    subject._attentions[device] = FlashInferSparseExtend(device)
+    subject._attentions[device]._extra_args = (positions,)
+    kept = weakref.ref(slots), weakref.ref(positions)
+    attention.forget()
+    del attention, slots, positions
+    assert [one() for one in kept] == [None, None]

@@ -90,11 +90,6 @@ def test_windows_are_counted_from_the_first_token_of_the_chunk() -> None:
     assert group(Case([0, 1, 2], 6, 20, 8, 2)) == []  # tokens 6, 7, 8
 
 
-def test_size_zero_is_no_grouping() -> None:
-    rows = np.array([1, 5, 9], dtype=np.int64)
-    assert group_rows(rows, offset_len=0, chunk_len=10, size=0, threshold=5) is rows
-
-
 @given(cases())
 def test_whole_windows_stay(case: Case) -> None:
     everything = list(range(case.chunk_len))

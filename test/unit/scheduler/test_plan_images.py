@@ -32,6 +32,26 @@ def test_no_row_of_an_image_is_computed_again(method: str, ratio: float) -> None
         assert (plan.method, plan.fallback_reason) == (STAND_IN, "images")
 
 
+@pytest.mark.parametrize("default_ratio", [0.0, 0.15, 1.0])
+@pytest.mark.parametrize("option", [("drift", 0.5), ("focus_window", 2)])
+@pytest.mark.parametrize(("method", "budget"), [("lego-link", ("ends", 5)), ("epic", ("alpha", 1.0))])
+def test_nothing_is_corrected_or_dropped_beside_images_whatever_the_budget(
+    method: str, budget: tuple[str, float], option: tuple[str, float], default_ratio: float
+) -> None:
+    images = [(15, 40)]
+    plan = plan_of(
+        [(10, 50)],
+        [hit(40, unit_cfo=0.4)],
+        images=images,
+        method=method,
+        options=tuple(sorted((budget, option))),
+        default_ratio=default_ratio,
+    )
+    assert (plan.method, plan.fallback_reason, plan.selection) == (STAND_IN, "images", None)
+    assert 0 < plan.num_recomputed < 15
+    assert not rows_within(plan, images)
+
+
 def test_at_ratio_1_all_rows_are_computed() -> None:
     plan = plan_of([(10, 50)], [hit(40)], images=[(15, 40)], ratio=1.0, prefix_len=10)
     assert plan.row_positions.tolist() == list(range(10, 50))

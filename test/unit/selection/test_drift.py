@@ -121,6 +121,19 @@ def test_requests_that_are_corrected_at_once_are_as_each_by_itself() -> None:
         torch.testing.assert_close(found, torch.cat([getattr(one.stored, part) for one in apart]))
 
 
+def test_a_forward_that_is_run_again_corrects_nothing_twice() -> None:
+    """It was stopped behind this layer: rows are written, and their new K and V are the same again."""
+    rows = [5, 17, 26]
+    given = make(rows, *torch.randn(2, KV_LEN, HEADS, DIM, generator=torch.Generator().manual_seed(3)))
+    correct(given, rows, strength=0.5)
+    slots = given.kv_slots[given.positions]
+    given.stored.k[slots], given.stored.v[slots] = given.k, given.v
+    once = given.stored.k.clone(), given.stored.v.clone()
+    correct(given, rows, strength=0.5)
+    for found, expected in zip((given.stored.k, given.stored.v), once, strict=True):
+        torch.testing.assert_close(found, expected, atol=1e-6, rtol=0)
+
+
 @pytest.mark.parametrize("rows", [[], REUSED])
 def test_nothing_happens_without_rows_and_with_all(rows: list[int]) -> None:
     change = torch.ones(KV_LEN, HEADS, DIM)

@@ -2,8 +2,9 @@
 not all known.
 
 Verb: `FusedBatch.parts`. A row depends on rows in front of it only, so rows that are known before the forward may be
-cut anywhere. They can be too many if KV did not arrive during a forward, or for a model that drafts. If a question
-finds rows, it is a part of its own in front of the one that computes the answer.
+cut anywhere. They can be too many if KV did not arrive during a forward, or for a model that drafts. Rows of a request
+that chooses are not cut. If a question finds rows, it is a part of its own in front of the one that computes the
+answer.
 """
 
 from __future__ import annotations
@@ -23,13 +24,7 @@ from sglang_chunk_cache.flags.step_limits import step_len
 from sglang_chunk_cache.forward.added_rows import AddedRows
 from sglang_chunk_cache.forward.attending import Observer
 from sglang_chunk_cache.forward.batch.choices import Choices
-from sglang_chunk_cache.forward.batch.row_arrays import (
-    num_decoding,
-    one_ahead,
-    positions_of,
-    questions_alone,
-    with_rows,
-)
+from sglang_chunk_cache.forward.batch.row_arrays import one_ahead, positions_of, questions_alone, with_rows
 from sglang_chunk_cache.forward.forward import Part
 from sglang_chunk_cache.forward.positions import stand_at
 from sglang_chunk_cache.forward.rows import FusedRows
@@ -45,8 +40,8 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
 
 
-Observe = Callable[["ScheduleBatch", Sequence[int], int | None], tuple[Observer, ...]]
-"""Who looks on in a batch, given where each request's rows begin, and where they end; None = where its extend does."""
+Observe = Callable[["ScheduleBatch", Sequence[int], Sequence[int] | None], tuple[Observer, ...]]
+"""Who looks on in a batch, given where each request's rows begin and end; None = they end where its extend does."""
 States = Callable[["ScheduleBatch", Sequence[AddedRows], Sequence[npt.NDArray[np.int64]]], "StateForward | None"]
 """What layers with states do in a batch, given what is added to it and the positions of all rows."""
 
@@ -79,33 +74,38 @@ class FusedBatch:
 
     def parts(self, added: Sequence[AddedRows]) -> tuple[Part, ...]:
         """One part, or several: see the head of this file; `added` has one entry per request."""
-        batch = self.batch
+        ahead, left = self._ahead(added)
+        first = ahead[0] if ahead else None
         if self.layers is not None and any(one.choice is not None for one in added):
-            return self._choosing(added, self.layers)
-        one, *decoding = added
-        tails_len = sum(batch.extend_lens)
-        most = step_len()
-        is_alone = len(decoding) == num_decoding(batch)
-        if most is None or not is_alone or len(one.positions) + tails_len <= most:
-            return (self._part(batch, added),)
-        num_before = len(one.positions) - max(most - tails_len, 0)
-        *firsts, last = np.split(one.positions, [*range(most, num_before, most), num_before])
+            return (*ahead, *self._choosing(left, self.layers, first))
+        return (*ahead, self._part(self.batch, left, first=first))
+
+    def _ahead(self, added: Sequence[AddedRows]) -> tuple[list[Part], Sequence[AddedRows]]:
+        """Parts of known rows for which the last part has no room, one request after the other; what is left for it."""
+        batch, most = self.batch, step_len()
+        num_rows = sum(len(one.positions) for one in added) + sum(batch.extend_lens)
+        ends = np.cumsum([0 if one.choice is not None else len(one.positions) for one in added])
+        num_ahead = 0 if most is None else min(num_rows - most, int(ends[-1]))
+        if most is None or num_ahead <= 0:
+            return [], added
         without_tails = copy.copy(batch)
         without_tails.prefix_lens = [p + n for p, n in zip(batch.prefix_lens, batch.extend_lens, strict=True)]
         without_tails.extend_lens = without_tails.extend_logprob_start_lens = [0] * len(added)
         without_tails.return_logprob = False
+        without_tails.replace_embeds = without_tails.replace_positions = None
+        lens = np.diff(ends, prepend=0)
+        # Of each request, how many rows are in front of each cut.
+        cuts = [np.clip(cut - (ends - lens), 0, lens).tolist() for cut in (*range(0, num_ahead, most), num_ahead)]
         parts: list[Part] = []
-        begin = one.begin
-        for positions in firsts:
-            end = int(positions[-1]) + 1
-            own = [replace(one, positions=positions, begin=begin), *decoding]
-            parts.append(self._part(without_tails, own, end=end, first=parts[0] if parts else None))
-            begin = end
-        return (*parts, self._part(batch, [replace(one, positions=last, begin=begin), *decoding], first=parts[0]))
+        for begins, stops in itertools.pairwise(cuts):
+            own = [_rows(*one) for one in zip(added, begins, stops, strict=True)]
+            parts.append(self._part(without_tails, own, is_ahead=True, first=parts[0] if parts else None))
+        return parts, [_rows(one, begin) for one, begin in zip(added, cuts[-1], strict=True)]
 
-    def _choosing(self, added: Sequence[AddedRows], layers: ModelLayers) -> tuple[Part, ...]:
-        """The part that computes the answers, behind the parts in which questions ask, one for each last layer."""
-        answer = self._part(self.batch, added)
+    def _choosing(self, added: Sequence[AddedRows], layers: ModelLayers, first: Part | None) -> tuple[Part, ...]:
+        """The part that computes the answers, behind the parts in which questions ask, one for each last layer;
+        `first` as of `_part`."""
+        answer = self._part(self.batch, added, first=first)
         rows = answer.attention
         assert isinstance(rows, FusedRows), "rows that are chosen are served by our kernel"
         choices = Choices.of(self.batch, added, rows, self.model_runner, layers)
@@ -125,16 +125,19 @@ class FusedBatch:
         return (*parts, replace(answer, choose=partial(choices.choose, answer.batch)))
 
     def _part(
-        self, batch: ScheduleBatch, added: Sequence[AddedRows], *, end: int | None = None, first: Part | None = None
+        self, batch: ScheduleBatch, added: Sequence[AddedRows], *, is_ahead: bool = False, first: Part | None = None
     ) -> Part:
-        """One part; `end`: of its rows, if not the extend's; `first`: a part made before, whose tables are shared."""
+        """One part; `is_ahead`: it ends with the added rows; `first`: a part made before, whose tables are shared."""
         begins = [
             prefix_len if one.begin is None else one.begin
             for one, prefix_len in zip(added, batch.prefix_lens, strict=True)
         ]
-        observers = self.observe(batch, begins, end)
-        rows_stay = [one.choice is None for one in added]
         positions = positions_of(batch, added)
+        ends = None
+        if is_ahead:
+            ends = [int(own[-1]) + 1 if len(own) else begin for own, begin in zip(positions, begins, strict=True)]
+        observers = self.observe(batch, begins, ends)
+        rows_stay = [one.choice is None or not len(own) for one, own in zip(added, positions, strict=True)]
         pool_rows = batch.req_pool_indices_cpu.tolist()
         runs, are_served = self._runs_for_backend(positions, pool_rows, rows_stay)
         extra = () if runs is None else runs.arrays()
@@ -181,3 +184,10 @@ class FusedBatch:
             if is_possible and len(runs.lens) and runs.fit(self.model_runner.req_to_token_pool.size):
                 return runs, are_served
         return None, [False for _ in positions]
+
+
+def _rows(one: AddedRows, begin: int, end: int | None = None) -> AddedRows:
+    """Rows [begin, end) of those that are added for a request, whose rows in front are computed."""
+    if begin:
+        one = replace(one, begin=int(one.positions[begin - 1]) + 1)
+    return replace(one, positions=one.positions[begin:end])

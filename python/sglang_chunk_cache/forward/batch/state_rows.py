@@ -47,7 +47,8 @@ def state_forward(
     pool_rows, requests, num_wanted = batch.req_pool_indices_cpu.tolist(), [], 0
     for i, (req, one) in enumerate(zip(batch.reqs, added, strict=True)):
         own = positions[i]
-        wanted = wanted_of(req, int(own[0]), int(own[-1]) + 1, num_wanted)
+        # SGLang may go on with a prompt by no token, if requests that decode in the same step fill it.
+        wanted = wanted_of(req, int(own[0]), int(own[-1]) + 1, num_wanted) if len(own) else []
         num_wanted += len(wanted)
         begin = batch.prefix_lens[i] if one.begin is None else one.begin
         requests.append(RequestRows(pool_rows[i], own, begin, _gaps(one), wanted))

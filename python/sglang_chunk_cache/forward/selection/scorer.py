@@ -10,11 +10,13 @@ from __future__ import annotations
 import pkgutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
 from typing import Any, TypeAlias
 
 import torch
 
-from chunk_cache.methods import Options
+from chunk_cache.methods import METHODS, Options, Stage
 from sgl_kernel_ext.attention_mass import attention_mass
 from sgl_kernel_ext.question_mass import Questions, question_mass
 from sglang_chunk_cache.kv.layer_kv import LayerKV
@@ -143,10 +145,17 @@ If the method asks first, it takes `AskedLayers` and returns `[sum of kv_lens]`,
 """
 
 
+@cache
 def scorer_of(method: str) -> Scorer:
     """The function `score` of the file that has the method's name, with `_` for `-`.
+
+    Without a file, a method that asks first scores by how much the question attends to a token.
 
     Raises:
         ImportError, AttributeError: there is none.
     """
-    return pkgutil.resolve_name(f"{__package__}.{method.replace('-', '_')}:score")
+    module, how = f"{__package__}.{method.replace('-', '_')}", METHODS[method]
+    asks_first = how.stage is Stage.QUESTION or how.last_asked_layer(()) is not None
+    if asks_first and find_spec(module) is None:
+        return AskedLayers.question_mass
+    return pkgutil.resolve_name(f"{module}:score")
