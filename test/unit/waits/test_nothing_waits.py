@@ -120,6 +120,6 @@ def test_only_grouping_and_focus_wait_for_a_layer(parts) -> None:
 def test_slots_of_a_copy_are_held_until_the_stream_of_the_forwards_has_read_them(parts) -> None:
     """SGLang's scheduler makes them on a stream of its own, and would give their memory away before that."""
     part = parts("methods")["epic 8"]
-    held = sum(n for place, n in part.views.items() if "kv/pool.py" in place and place.endswith("record_stream"))
+    held = sum(n for place, n in part.views.items() if place.endswith(" hold record_stream"))
     brought_in = sum(chunk["status"] == "hit" for reply in part.replies for chunk in reply["chunks"])
     assert held == 2 * brought_in > 0, "from where and to where, for each chunk"
