@@ -49,12 +49,14 @@ class Rendering:
     Attributes:
         marks: of its chunks, which stand in tags.
         separator: the server's separator, which must not stand in the rendered text.
+        asks_template: whether the template is given the documents of the request.
         encoded: the tokenized prompt; None = not tokenized yet, or it has no chunks.
-        is_without_documents: whether the template was given documents, and left all of them out.
+        is_without_documents: whether it leaves all of them out.
     """
 
     marks: Marks
     separator: str
+    asks_template: bool = False
     encoded: MarkedIds | None = None
     is_without_documents: bool = False
 
@@ -115,10 +117,11 @@ class ChunkServingChat(OpenAIServingChat):
             return super()._convert_to_internal_request(request, raw_request)
         exchange = Exchange.of(raw_request)
         exchange.give_options(request)
-        untouched, marks = None, exchange.marks
-        if exchange.documents:
+        untouched, marks = request, exchange.marks
+        asks_template = bool(exchange.documents) and exchange.asked.template is None and self._renders_documents()
+        if asks_template:
             untouched, exchange.marks = request.model_copy(deep=True), marks.copied()
-        adapted, request, rendering = self._converted(request, raw_request, exchange, args, untouched is not None)
+        adapted, request, rendering = self._converted(request, raw_request, exchange, args, asks_template)
         if rendering.is_without_documents:
             exchange.marks = marks
             adapted, request, rendering = self._converted(untouched, raw_request, exchange, args, False)
@@ -145,11 +148,11 @@ class ChunkServingChat(OpenAIServingChat):
         """What SGLang makes of a request with its chunks in tags.
 
         Args:
-            asks_template: whether the model's own template writes the documents, if it has a place for them.
+            asks_template: whether the model's own template is given the documents.
         """
         self._place(request, exchange, args, asks_template)
         converting = copy.copy(self)
-        converting.rendering = Rendering(exchange.marks, args.separator)
+        converting.rendering = Rendering(exchange.marks, args.separator, asks_template)
         converted = super(ChunkServingChat, converting)._convert_to_internal_request(request, raw_request)
         return (*converted, converting.rendering)
 
@@ -202,7 +205,7 @@ class ChunkServingChat(OpenAIServingChat):
                 _check_not_continued(request, path)
                 setattr(holder, name, marks.tag_pieces(marked))
         passages = asked.passages
-        if asks_template and self._renders_documents() and asked.template is None:
+        if asks_template:
             _put_documents(request, exchange)
         else:
             passages = (*as_passages(exchange.documents), *passages)
@@ -231,7 +234,7 @@ class ChunkServingChat(OpenAIServingChat):
         if marks.foreign:
             without = _untagged(asked, marks, foreign_only=True)
             expected = self._rendered(**without)
-            if "documents" in asked["template_kwargs"]:
+            if rendering.asks_template and expected is not None:
                 rendering.is_without_documents = expected == self._rendered(**_with_other_documents(without))
             if text is None or marks.without(text, foreign_only=True) != expected:
                 marks.drop_foreign("the chat template changes it")

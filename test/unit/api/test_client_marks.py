@@ -280,6 +280,22 @@ def test_documents_that_the_template_leaves_out_are_written_by_the_server(servic
     assert UNUSED not in response.headers
 
 
+def test_documents_of_the_client_for_the_template_are_left_to_it(service, seen, template):
+    template("{% if tools %}{{ documents }}{% endif %}" + LOOP.replace("WRITTEN", "{{ m.content }}"))
+    own = {"chat_template_kwargs": {"documents": [{"text": "the rose"}]}}
+    sent(service, seen, CHAT, chat(("user", [text("the tale", **CONTROL), text("Who?")]), **own, chunk_cache=MARKS))
+    assert chunks_of(service, seen[0]) == ["the tale"]
+    assert "the rose" not in text_of(service, seen[0])
+
+
+def test_documents_are_left_to_a_template_whose_text_is_not_seen(service, seen, template, monkeypatch):
+    template("{% for d in documents or () %}<{{ d.text }}>{% endfor %}" + LOOP.replace("WRITTEN", "{{ m.content }}"))
+    monkeypatch.setattr(service.app.state.openai_serving_chat, "_prompt_text_round_trip_is_lossy", True)
+    response = sent(service, seen, CHAT, chat(("user", "Who?"), documents=["the rose"]))
+    assert text_of(service, seen[0]).count("<the rose>") == 1
+    assert response.headers[UNUSED] == "documents[0] (the chat template changes it)"
+
+
 def test_documents_that_the_template_writes_in_part_are_named(service, seen, template):
     template("{{ documents[0].text }}" + LOOP.replace("WRITTEN", "{{ m.content }}"))
     response = sent(service, seen, CHAT, chat(("user", "Who?"), documents=DOCUMENTS))
