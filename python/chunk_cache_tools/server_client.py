@@ -2,13 +2,14 @@
 
 Verbs: `send` (returns the whole response), `ask` (returns its JSON object), `look` (gets a page that may not exist),
 `lines` (returns a response line by line), `flush` (empties the server's caches), `tokenizer_path` (of its model);
-`one_replica` (keeps requests on one replica), `without_user` (shows a URL).
+`one_replica` (keeps requests on one replica); `secret_digest` and `without_user` (for files and messages).
 Promises: an error that the user can fix is a `ServerRefused`, whose sentence names the flag and the remedy; an error
 that may pass, because the server is being restarted, is a `ServerGone`.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import time
@@ -189,6 +190,11 @@ def one_replica(server_info: Mapping[str, Any]) -> dict[str, int]:
     """
     num_replicas = [server_info.get(name) or 1 for name in ("dp_size", "attn_dp_size")]
     return {"routed_dp_rank": 0} if max(num_replicas) > 1 else {}
+
+
+def secret_digest(value: object) -> str:
+    """What stands in a file, which may lie in a shared folder, for a value that may hold a password or a tenant."""
+    return hashlib.blake2b(repr(value).encode(), digest_size=8).hexdigest()
 
 
 def without_user(url: str) -> str:

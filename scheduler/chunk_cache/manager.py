@@ -113,8 +113,7 @@ class ChunkManager:
         )
         self._words = words or QuestionWords()
         self._max_unit_cfo = math.inf if config.max_cfo is None else config.max_cfo / (config.alpha or 1.0)
-        self._is_trust_limited = config.trust == "warmed"
-        self._is_system_fixed = config.system_prompts == "same" or self._is_trust_limited
+        self._is_system_fixed = config.system_prompts == "same" or config.is_trust_limited
         self._is_by_frequency = config.eviction == "frequency-reuse"
         self._retention = Retention(
             config, self.index, store.resolve, self.look_up, self._stored_len, capacity, has_states
@@ -146,7 +145,7 @@ class ChunkManager:
             context=prompt.context(chunk),
             system=prompt.system,
             is_system_fixed=self._is_system_fixed,
-            is_trust_limited=self._is_trust_limited,
+            is_trust_limited=self.config.is_trust_limited,
             max_unit_cfo=self._max_unit_cfo,
         )
 

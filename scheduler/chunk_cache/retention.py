@@ -200,7 +200,7 @@ class Retention:
     def _is_untrusted(self, prompt: ChunkPrompt, chunk: int) -> bool:
         """Whether no request may use a chunk as it stands in this prompt (`trust`), and it is stored already: the first
         such variant is kept only so that replies say why the chunk is not used."""
-        is_behind = self.config.trust == "warmed" and bool(prompt.context(chunk))
+        is_behind = self.config.is_trust_limited and bool(prompt.context(chunk))
         return is_behind and bool(self.index.variants_of(prompt.keys[chunk]))
 
     def _is_wanted(self, prompt: ChunkPrompt, chunk: int, generation: int, *, is_prepared: bool = False) -> bool:

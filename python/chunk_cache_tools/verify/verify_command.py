@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import hashlib
 import importlib.metadata
 import importlib.util
 import json
@@ -35,7 +34,7 @@ from chunk_cache_tools.jsonl import read_jsonl
 from chunk_cache_tools.local_tokenizer import Shape, load_shape, load_tokenizer
 from chunk_cache_tools.own_server import OWN_FLAGS, OwnServer, ServerError, leave_on_sigterm, offline_env
 from chunk_cache_tools.requirements import DISTRIBUTION, install_sglang
-from chunk_cache_tools.server_client import ServerClient, without_user
+from chunk_cache_tools.server_client import ServerClient, secret_digest, without_user
 from chunk_cache_tools.verify.fit import NUM_STEPS, TOLERATED, Check, check_fit, tolerance_of
 from chunk_cache_tools.verify.measurement import measure
 from chunk_cache_tools.verify.recommendation import MIN_PROMPTS, Outcome, judge, recommend
@@ -243,8 +242,8 @@ def run(args: argparse.Namespace, given: Sequence[str]) -> int:
         raise request_error("--out", problem, "name another folder") from None
     asking = Asking(args.max_new_tokens, likelihood=True, first_only=True, tolerated=TOLERATED)
     settings = {
-        "model": _digest(model.name),
-        "server flags": _digest([*flags, *files_in(flags)]),
+        "model": secret_digest(model.name),
+        "server flags": secret_digest([*flags, *files_in(flags)]),
         "versions": [model.sglang, importlib.metadata.version(DISTRIBUTION)],
         "--max-new-tokens": args.max_new_tokens,
         "--stored": args.stored,
@@ -273,11 +272,6 @@ def run(args: argparse.Namespace, given: Sequence[str]) -> int:
             _say_fit(args, checks, "The implementation fits the model. Give prompts to learn which method to use.")
             return 0
         return _report(args, model, prompts, conditions, log, checks)
-
-
-def _digest(value: object) -> str:
-    """A digest for the log, which may lie in a shared folder: a URL or a flag may hold a password."""
-    return hashlib.blake2b(repr(value).encode(), digest_size=8).hexdigest()
 
 
 def _check(

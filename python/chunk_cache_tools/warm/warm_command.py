@@ -7,7 +7,6 @@ it only asks whether the server is still the same; a dry run changes nothing.
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import math
 import sys
@@ -21,7 +20,7 @@ from tqdm import tqdm
 from chunk_cache.errors import request_error
 from chunk_cache.options.warming_limits import DEFAULT_RETRIEVER, MAX_BATCH, MAX_ITEMS, MAX_NEIGHBOURS
 from chunk_cache_tools.command_line import URL, CommandParser, add_json_flag, add_server_flags, exit_code, progress
-from chunk_cache_tools.server_client import ServerGone, without_user
+from chunk_cache_tools.server_client import ServerGone, secret_digest, without_user
 from chunk_cache_tools.warm import corpus_neighbours as neighbours
 from chunk_cache_tools.warm.corpus import Corpus, Line, open_corpus
 from chunk_cache_tools.warm.corpus_neighbours import Neighbourhood
@@ -162,8 +161,7 @@ class Task:
         self._body = {name: value for name, value in partition.items() if value is not None} | {"batch": args.batch}
         if args.alone:
             self._body["alone"] = True
-        # The state is compared, and may lie in a shared folder: of what may be secret it holds a digest.
-        asked = hashlib.blake2b(repr((args.url, partition)).encode(), digest_size=8).hexdigest()
+        asked = secret_digest((args.url, partition))
         self._task = {"alone": args.alone, "corpus": corpus.digest, "field": corpus.field, "asked": asked}
         self._lines_per_request = LINES_PER_REQUEST
         if neighbourhood is not None:

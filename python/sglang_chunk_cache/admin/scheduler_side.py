@@ -135,7 +135,7 @@ class ChunkAdmin:
         self.num_due = 0  # tokens that a prompt which is computed in steps still needs, when a request is answered
         self.has_pool = True  # False while the pool's memory is given away (`/release_memory_occupation`)
         max_pinned = int(MAX_PINNED_SHARE * cache.token_to_kv_pool_allocator.size)
-        self.pins = Pins(index, store, max_pinned, is_trust_limited=manager.config.trust == "warmed")
+        self.pins = Pins(index, store, max_pinned, is_trust_limited=manager.config.is_trust_limited)
 
     def answer(self, request: Any) -> Result:
         """The result of one request."""

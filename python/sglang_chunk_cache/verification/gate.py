@@ -151,8 +151,8 @@ class Gate:
     def _agreed(self, found: Measure) -> Measure:
         """The measure made finite, and the same on all ranks: their rounding may differ, what follows must not."""
         values = (found.kl, found.agreement, found.nats_lost)
-        finite = np.nan_to_num([value or 0.0 for value in values], nan=MAX_NATS, posinf=MAX_NATS)
-        votes = np.rint(np.clip(finite, 0.0, MAX_NATS) * _SCALE).astype(np.int64)
+        bounded = np.clip([value or 0.0 for value in values], 0.0, MAX_NATS)
+        votes = np.rint(np.nan_to_num(bounded, nan=MAX_NATS) * _SCALE).astype(np.int64)
         kl, agreement, nats_lost = (self._reduce_max(votes) / _SCALE).tolist()
         return Measure(
             kl, None if found.agreement is None else agreement, None if found.nats_lost is None else nats_lost

@@ -104,6 +104,11 @@ class Config:
     options: Options = ()
     """Method options for requests that leave them out; each counts for every method that has it."""
 
+    @property
+    def is_trust_limited(self) -> bool:
+        """Whether only KV is used that no other request's passages can have steered."""
+        return self.trust == "warmed"
+
     def layers_with_statistics(self, num_layers: int) -> tuple[int, ...]:
         """The layers of a model that statistics are taken at; those it does not have are left out."""
         if self.statistics_layers == "none":
