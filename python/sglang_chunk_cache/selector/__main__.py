@@ -38,7 +38,7 @@ class _Heart:
     def __init__(self, settings: Settings, context: zmq.Context[zmq.Socket[bytes]]) -> None:
         self.is_ready = False
         self.step_began: float | None = None
-        self._parent = os.getppid()
+        self._server_pid = settings.server_pid  # not `getppid()`: the server may have ended while torch was imported
         self._context = context
         self._endpoint = settings.replies
         self._folder = os.path.dirname(settings.replies.removeprefix("ipc://"))
@@ -50,7 +50,7 @@ class _Heart:
         socket.connect(self._endpoint)
         while True:
             began = self.step_began
-            if os.getppid() != self._parent:
+            if os.getppid() != self._server_pid:
                 shutil.rmtree(self._folder, ignore_errors=True)  # nobody else is left to do it
                 os._exit(3)
             if began is not None and time.monotonic() - began > STEP_LIMIT_S:

@@ -36,10 +36,12 @@ class ReadChunk:
     """A chunk as the auxiliary model knows it.
 
     Attributes:
+        prefix_key: of S.
         past: keys and values of S and of the chunk.
         own, main: the chunk's tokens, of the auxiliary and of the main model.
     """
 
+    prefix_key: bytes
     past: tuple[KeysValues, KeysValues]
     own: Tokens
     main: Tokens
@@ -71,6 +73,7 @@ class ChunkScorer:
             return None
         assert isinstance(found, ReadChunk)
         self._kept.move_to_end(key)
+        self._kept.move_to_end(found.prefix_key)
         return found
 
     def prepare(
@@ -96,8 +99,11 @@ class ChunkScorer:
         own_ids = encoded["input_ids"]
         self._check_len(prefix.num_tokens + len(own_ids))
         read = yield from self._read(own_ids, (prefix,))
-        chunk = ReadChunk((prefix, read), tokens_of(main.text, encoded["offset_mapping"]), main)
+        chunk = ReadChunk(prefix_key, (prefix, read), tokens_of(main.text, encoded["offset_mapping"]), main)
         self._keep(key, chunk)
+        self._keep(
+            prefix_key, prefix
+        )  # after the chunks that hold it, so that it is dropped, and counted out, after them
         yield chunk
 
     def score(self, question_ids: Sequence[int], chunks: Sequence[ReadChunk]) -> list[npt.NDArray[np.float32]]:

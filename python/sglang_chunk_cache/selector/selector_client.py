@@ -127,6 +127,7 @@ class SelectorClient:
             num_threads=config.num_threads or max(1, len(os.sched_getaffinity(0)) // 2),
             questions="",
             replies="",
+            server_pid=0,
         )
         self._answer = answer
         self._metrics = metrics or Meters(SELECTOR_METERS, enabled=False)
@@ -313,7 +314,10 @@ class SelectorClient:
         questions = undo.enter_context(self._context.socket(zmq.PUSH))
         replies = undo.enter_context(self._context.socket(zmq.PULL))
         settings = msgspec.structs.replace(
-            self._settings, questions=f"ipc://{folder}/questions", replies=f"ipc://{folder}/replies"
+            self._settings,
+            questions=f"ipc://{folder}/questions",
+            replies=f"ipc://{folder}/replies",
+            server_pid=os.getpid(),
         )
         questions.bind(settings.questions)
         replies.bind(settings.replies)

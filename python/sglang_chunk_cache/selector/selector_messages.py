@@ -52,6 +52,7 @@ class Settings(msgspec.Struct, frozen=True):
         model: Hugging Face folder or name of the auxiliary model.
         tokenizer: of the main model, with what SGLang was told about it.
         questions, replies: where the sockets are.
+        server_pid: of the process that starts it, and with which it ends.
     """
 
     model: str
@@ -62,6 +63,7 @@ class Settings(msgspec.Struct, frozen=True):
     num_threads: int
     questions: str
     replies: str
+    server_pid: int
 
 
 dumps = msgspec.msgpack.encode

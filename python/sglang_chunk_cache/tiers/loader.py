@@ -109,6 +109,7 @@ class TierLoader:
         self._staged: dict[bytes, int] = {}
         self._is_outdated: dict[bytes, bool] = {}  # of loads that run: whether something was deleted since they began
         self._num_wanting: dict[bytes, int] = {}  # requests; workers look at it
+        self._num_deletions = 0
         self.num_staged_bytes = 0
         """Bytes of chunks that are there or under way, for requests that were not admitted yet."""
         self.estimates = Estimates()
@@ -247,6 +248,7 @@ class TierLoader:
 
     def note_deletion(self) -> None:
         """Something was deleted for good: nobody waits any longer, and what is being read by now is not used."""
+        self._num_deletions += 1
         for found in (found for waiting in self._waiting.values() for found in waiting.outcome.values()):
             if found.stream is not None:
                 found.stream.fail("unavailable")
@@ -371,13 +373,14 @@ class TierLoader:
             stream.has_begun = True
         if begun:
             run = partial(run_all, list(begun.values()))
-            self._workers.submit(run, partial(self._end_streams, begun), lane="stream")
+            self._workers.submit(run, partial(self._end_streams, begun, self._num_deletions), lane="stream")
 
-    def _end_streams(self, streams: Mapping[bytes, LayerStream], _: None) -> None:
+    def _end_streams(self, streams: Mapping[bytes, LayerStream], num_deletions: int, _: None) -> None:
         for key, stream in streams.items():
             if stream.is_complete:
                 self._note_seconds(key, self._tier(stream.tier), stream.stored.info, stream.seconds)
-                self._writer.put(stream.stored, Moment.LOADED)
+                if num_deletions == self._num_deletions:  # otherwise it may be what was deleted
+                    self._writer.put(stream.stored, Moment.LOADED)
             elif stream.reason in BAD_ENTRY:
                 self._writer.forget(self._tier(stream.tier), stream.stored.info.entry_id)
 

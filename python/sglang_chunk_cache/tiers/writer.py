@@ -115,12 +115,11 @@ class TierWriter:
             frequency: f_r of the variant so far.
         """
         tier = self._tiers[action.tier]
-        for other in action.replaces:
-            self.forget(tier, other)
         is_busy = self.num_queued_bytes > MAX_QUEUED_BYTES
-        gone = None
-        if not is_busy:
-            gone = self._prepare(tier, info.listed, frequency)
+        if not is_busy and tier.ledger.refusal(info.entry_id, info.payload_len, info.partition) is None:
+            for other in action.replaces:
+                self.forget(tier, other)
+        gone = None if is_busy else self._prepare(tier, info.listed, frequency)
         if gone is None:
             self._metrics.count_write(tier.name, "busy" if is_busy else "refused")
             return False

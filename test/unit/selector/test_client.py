@@ -17,6 +17,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 import psutil
 import pytest
@@ -272,6 +273,19 @@ def test_a_process_that_cannot_come_back_leaves_requests_alone(
         await asked.scored("after")
 
     asked.run(test)
+
+
+def test_a_process_whose_server_ends_while_it_starts_ends_too(asked: Asked, tmp_path: Path) -> None:
+    folder = tmp_path / "sockets"
+    folder.mkdir()
+    with subprocess.Popen(["true"]) as server:
+        pass
+    settings = msgspec.structs.replace(
+        asked.client._settings, replies=f"ipc://{folder}/replies", questions=f"ipc://{folder}/q", server_pid=server.pid
+    )
+    command = [sys.executable, "-m", "sglang_chunk_cache.selector", msgspec.json.encode(settings).decode()]
+    assert subprocess.run(command, timeout=DEADLINE_S).returncode == 3
+    assert not folder.exists()
 
 
 def test_a_start_without_room_is_a_sentence_and_leaves_nothing(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:

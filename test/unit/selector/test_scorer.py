@@ -121,6 +121,18 @@ def test_what_is_kept_is_bounded_and_the_oldest_goes_first(
     assert small.num_bytes <= prefix + sizes[0] + sizes[2]
 
 
+def test_a_system_prompt_is_kept_as_long_as_a_chunk_that_holds_it(main_dir: Path, scorer: ChunkScorer) -> None:
+    for number in range(4):
+        key, ids, prefix_ids = bytes([number]), main_ids(main_dir, "Rome."), main_ids(main_dir, f"{number} {TEXT}")
+        *_, chunk = scorer.prepare(key + b"chunk", ids, key, prefix_ids)
+        assert chunk is not None
+        if number == 0:
+            scorer._max_bytes = 2 * scorer.num_bytes + chunk.num_bytes
+        assert scorer.find(key + b"chunk") is chunk
+        held = {id(read): read for kept in scorer._kept.values() for read in getattr(kept, "past", (kept,))}
+        assert sum(read.num_bytes for read in held.values()) == scorer.num_bytes <= scorer._max_bytes
+
+
 def test_a_text_that_is_too_long_says_so(scorer: ChunkScorer, model: AuxiliaryModel, main_dir: Path) -> None:
     chunk = prepared(scorer, main_dir, TEXT)
     length = sum(text.num_tokens for text in chunk.past)

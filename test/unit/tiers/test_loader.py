@@ -553,3 +553,17 @@ def test_a_stream_does_not_wait_behind_the_loads_of_others(tmp_path: Path) -> No
         assert found.stream is not None
         assert all(found.stream.wait(layer, 2.0) for layer in range(found.stream.num_layers))
         assert_same(found.stream.stored, stored(variant(0)))
+
+
+def test_a_stream_that_ends_after_a_deletion_is_not_written_to_host_memory(tmp_path: Path) -> None:
+    write(tmp_path, 0)
+    with open_tiers({"disk": tmp_path}, limits={"host": 1 << 20}, loading="layerwise", num_threads=1) as tiers:
+        tiers.want("r", wanted(0))
+        tiers.settle("r")
+        (found,) = tiers.loader.bring_in("r").values()
+        assert found.stream is not None
+        tiers.loader.poll([])  # it was admitted, and its forward reads the stream
+        assert found.stream.wait(found.stream.num_layers - 1, 2.0)
+        tiers.loader.note_deletion()
+        tiers.idle()
+        assert not list(tiers.tier("host").medium.scan())

@@ -155,6 +155,18 @@ def test_so_many_variants_of_a_chunk(tmp_path: Path) -> None:
             assert sorted(starts) == [2, 3], "the newest, of which a derived one takes no place"
 
 
+def test_a_variant_that_is_not_taken_displaces_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with open_tiers({"disk": tmp_path}, max_variants_per_chunk=2) as tiers:
+        for start in range(2):
+            tiers.writer.note_stored(variant(1, start=start))
+            tiers.idle()
+        monkeypatch.setattr(writer_module, "MAX_QUEUED_BYTES", -1)
+        tiers.writer.note_stored(variant(1, start=2))
+        tiers.check()
+        assert tiers.counted[-1] == ("disk", "busy")
+        assert sorted(info.start for info in tiers.tier("disk").medium.find(wanted(1).key)) == [0, 1]
+
+
 def test_what_the_pool_used_often_stays(tmp_path: Path) -> None:
     with open_tiers({"disk": tmp_path}, limits={"disk": 2 * SIZE}, eviction="frequency-reuse") as tiers:
         variants = [variant(i) for i in range(3)]
