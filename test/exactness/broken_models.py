@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import os
 import sys
 import traceback
@@ -211,6 +212,7 @@ def start_ranks(
 def _child(
     sender: Any, model_dir: Path, break_model: Callable[[Any], None], config: dict[str, Any], flags: dict[str, Any]
 ) -> None:
+    gc.freeze()
     sys.path.insert(0, str(TEST_DIR))
     import time
 

@@ -30,7 +30,8 @@ MODEL_DIR = TEST_DIR.parent / ".cache" / "models"
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # several spin where cores are shared: ten times slower
 # Importing SGLang on a CUDA host initializes the device, which a fork cannot use.
 _context = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
-_context.set_forkserver_preload(["sglang.srt.managers.scheduler", "sglang.srt.entrypoints.engine"])
+_PRELOADED = ("managers.scheduler", "entrypoints.engine", "entrypoints.http_server", "models.registry")
+_context.set_forkserver_preload([f"sglang.srt.{module}" for module in _PRELOADED])
 
 
 @dataclass(frozen=True)
@@ -162,6 +163,7 @@ def _joined(by_rank: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _child(sender: Any, config: Config, is_ours: bool, names: list[str], module: str, rank: int, port: int) -> None:
+    gc.freeze()  # all that was imported, which no collection while the scheduler is built need look at
     # SGLang's own checks of the pool, after every step and when idle: leaks, double frees, use after free.
     os.environ["SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY"] = "1"
     os.environ["SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE"] = "1"

@@ -97,6 +97,7 @@ def test_plain_requests_beside_fused_ones_keep_their_states(overlap: bool) -> No
     same(outcome(config, True, "plain_beside_fused"), outcome(config, False, "plain_beside_fused"), 1e-4)
 
 
+@pytest.mark.all
 @pytest.mark.slow
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_full_reuse_computes_less_and_differs(page_size: int) -> None:

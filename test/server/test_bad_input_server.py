@@ -92,11 +92,14 @@ BAD_TEXTS = {
 }
 
 
+CLIENT = httpx.Client(timeout=60, trust_env=False)  # one for all requests: to make one takes longer than to send one
+
+
 def send(server: Server, route: str, body: Any) -> httpx.Response:
     """`body` is what `json.dumps` takes, or the text itself."""
     content = body if isinstance(body, str) else json.dumps(body)
     headers = {"content-type": "application/json"}
-    return httpx.post(server.url + route, content=content, headers=headers, timeout=60, trust_env=False)
+    return CLIENT.post(server.url + route, content=content, headers=headers)
 
 
 def request(route: str, prompt: Any, options: Any = ..., *, stream: bool) -> dict[str, Any]:

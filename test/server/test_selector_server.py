@@ -141,7 +141,9 @@ def start_with_a_wrong_tokenizer(process: psutil.Process, selector_dir: Path) ->
     process.send_signal(signal.SIGKILL)
 
 
-@pytest.mark.parametrize("fault", [kill, pytest.param(stop, marks=pytest.mark.all), start_with_a_wrong_tokenizer])
+@pytest.mark.parametrize(
+    "fault", [*(pytest.param(one, marks=pytest.mark.all) for one in (kill, stop)), start_with_a_wrong_tokenizer]
+)
 def test_faults_under_load_lose_nothing(
     clip: Server, passages: Passages, selector_dir: Path, fault: Callable[[psutil.Process, Path], None]
 ) -> None:

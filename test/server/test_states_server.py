@@ -64,18 +64,19 @@ def worst_difference(model, server, prompts, num_generated):
     return worst, [reply["meta_info"]["cached_tokens"] for reply in replies]
 
 
-def test_prompts_chunks_of_prompts_and_continued_prompts(folder, hybrid):
+@pytest.mark.parametrize("name", ["reusing", pytest.param("hybrid", marks=pytest.mark.all)])
+def test_prompts_chunks_of_prompts_and_continued_prompts(folder, request, name):
     """Six at once, one longer than a step; then again with more behind, from states that the radix cache kept."""
-    model = read_model(folder, CONFIG)
+    server, model = request.getfixturevalue(name), read_model(folder, CONFIG)
     draw = torch.Generator().manual_seed(2)
     prompts = [
         torch.randint(2, len(WORDS), (length,), generator=draw).tolist() for length in (5, 64, 130, 300, 301, 900)
     ]
-    worst, cached = worst_difference(model, hybrid, prompts, 12)
+    worst, cached = worst_difference(model, server, prompts, 12)
     assert worst < CLOSE
     assert not any(cached)
     longer = [[*prompt, *prompts[0]] for prompt in prompts]
-    worst, cached = worst_difference(model, hybrid, longer, 4)
+    worst, cached = worst_difference(model, server, longer, 4)
     assert worst < CLOSE
     assert max(cached) >= 256, "SGLang keeps states at multiples of its interval"
 

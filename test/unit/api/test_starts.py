@@ -69,20 +69,13 @@ def in_group(group: int) -> list[psutil.Process]:
     return found
 
 
+@pytest.mark.all
 @pytest.mark.parametrize(
     ("argv", "sentence"),
     [
         (["--chunk-cache", "--pp-size", "2"], "chunk cache: pipeline parallelism (--pp-size) cannot be combined"),
-        pytest.param(
-            ["--chunk-cache-ratio", "0.5"],
-            "chunk cache: --chunk-cache-ratio is given without --chunk-cache",
-            marks=pytest.mark.all,
-        ),
-        pytest.param(
-            ["--chunk-cache", "--chunk-cache-method", "best"],
-            "chunk cache: --chunk-cache-method 'best' is not known",
-            marks=pytest.mark.all,
-        ),
+        (["--chunk-cache-ratio", "0.5"], "chunk cache: --chunk-cache-ratio is given without --chunk-cache"),
+        (["--chunk-cache", "--chunk-cache-method", "best"], "chunk cache: --chunk-cache-method 'best' is not known"),
     ],
 )
 def test_refused_flag(environment, argv, sentence):
@@ -206,10 +199,3 @@ def test_refused_selector(environment, tmp_path):
         assert len(told) == 1
         assert sentence in told[0]
         assert str(path) in told[0]
-
-
-def test_help_shows_the_flags(environment):
-    done = launch(environment, "--help")
-    assert done.returncode == 0
-    for flag in ("--chunk-cache", "--chunk-cache-method", "--chunk-cache-separator", "--chunk-cache-config"):
-        assert flag in done.stdout

@@ -92,7 +92,13 @@ def test_another_sglang_is_a_warning(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("script", "level"), [(machine._APPLY_HOOKS, "ok"), ("exit('chunk cache: no')", "failure")])
+@pytest.mark.parametrize(
+    ("script", "level"),
+    [
+        pytest.param(machine._APPLY_HOOKS, "ok", marks=pytest.mark.all),  # as at the start of every server
+        ("exit('chunk cache: no')", "failure"),
+    ],
+)
 def test_hooks(monkeypatch, script, level):
     monkeypatch.setattr(machine, "_APPLY_HOOKS", script)
     assert machine._hooks().level == level

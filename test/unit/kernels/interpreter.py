@@ -8,10 +8,10 @@ import sys
 from pathlib import Path
 
 
-def passes_in_the_interpreter(cases: Path) -> None:
+def passes_in_the_interpreter(*cases: Path) -> None:
     """Asserts that all tests of `cases` pass there, and none is skipped."""
     run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(cases)],
+        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *map(str, cases)],
         env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,

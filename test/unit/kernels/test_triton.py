@@ -21,10 +21,11 @@ HERE = Path(__file__).parent
 
 @needs_triton
 @pytest.mark.parametrize(
-    "operation", ["add_drift", "attention_mass", "copy_rotate", "kv_deviation", "question_mass", "sparse_extend"]
+    "operations",
+    ["add_drift attention_mass copy_rotate kv_deviation question_mass", "sparse_extend"],
 )
-def test_in_the_interpreter(operation):
-    passes_in_the_interpreter(HERE / f"interpreted_{operation}.py")
+def test_in_the_interpreter(operations):
+    passes_in_the_interpreter(*(HERE / f"interpreted_{operation}.py" for operation in operations.split()))
 
 
 def test_import_needs_no_triton():
