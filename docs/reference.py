@@ -31,10 +31,10 @@ from chunk_cache.types import REASONS, Status
 from chunk_cache_tools.command import COMMANDS
 from sglang_chunk_cache.admin.routes import ROUTES
 from sglang_chunk_cache.flags.server_args import add_flags
+from sglang_chunk_cache.selector.selector_client import SELECTOR_METERS
 from sglang_chunk_cache.telemetry.chunk_metrics import ChunkMetrics
 from sglang_chunk_cache.telemetry.gate_metrics import GateMetrics
 from sglang_chunk_cache.telemetry.meters import Meters
-from sglang_chunk_cache.telemetry.selector_metrics import SELECTOR_METERS
 from sglang_chunk_cache.telemetry.tier_metrics import TierMetrics
 
 EXIT_CODES = (0, 1, 2, 130)

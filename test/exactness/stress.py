@@ -34,8 +34,7 @@ from exactness.fp8_cases import assert_near, scaled
 from exactness.image_cases import Illustrated, Image
 from exactness.runner import Config, run_cases
 from local_scheduler import Reply, Request
-from sglang_chunk_cache.api.capabilities import what_keeps_all
-from sglang_chunk_cache.kv.state_models import has_states
+from sglang_chunk_cache.api.capabilities import has_states, what_keeps_all
 from sglang_chunk_cache.start.model_refusals import REUSES_IMAGES
 
 NUM_LAYERS = 4

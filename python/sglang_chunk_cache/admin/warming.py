@@ -322,14 +322,10 @@ class Warming:
     # What the client sent.
 
     def _check_neighbours(self) -> None:
-        body, config = self._body, self._admin.args.parsed_config
-        if body.neighbours is None:
-            return
-        if config.max_generation < 1:
+        if self._body.neighbours is not None and self._admin.args.parsed_config.max_generation < 1:
             problem = "this server uses exact variants only (max_generation is 0)"
-            raise request_error(
-                "neighbours", problem, "drop it, or start the server with a max_generation of 1 or more"
-            )
+            remedy = "drop it, or start the server with a max_generation of 1 or more"
+            raise request_error("neighbours", problem, remedy)
 
     def _chunk(self, place: int) -> _Chunk:
         """The chunk at a place, with its neighbours.

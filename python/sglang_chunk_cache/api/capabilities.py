@@ -11,7 +11,6 @@ from chunk_cache.options.request_options import RequestOptions
 from chunk_cache.plan.served_methods import check_method, check_states, defaults_problem
 from chunk_cache.prompt.chunk_cache_fields import KEY
 from sglang_chunk_cache.flags.server_args import ChunkCacheArgs, refuse
-from sglang_chunk_cache.kv.state_models import has_states
 
 
 def check_served(opts: RequestOptions | None, manager: Any, args: ChunkCacheArgs, path: str) -> None:
@@ -34,6 +33,13 @@ def check_served(opts: RequestOptions | None, manager: Any, args: ChunkCacheArgs
         problem = f"{method!r} needs a small model that selects, which this server does not have"
         raise request_error(f"{path}.method", problem, "start it with --chunk-cache-selector, or choose another method")
     check_method(method, dict(opts.options), num_layers, args.parsed_config, what_fixes_rows(manager.server_args), path)
+
+
+def has_states(model_config: Any) -> bool:
+    """Whether layers of a model keep states by the gated delta rule (Qwen3-Next, Qwen3.5)."""
+    from sglang.srt.configs.hybrid_arch import hybrid_gdn_config
+
+    return hybrid_gdn_config(model_config) is not None
 
 
 def is_read_twice(manager: Any) -> bool:

@@ -58,8 +58,6 @@ class ChunkPrefillAdder(PrefillAdder):
         if plan is None or not rows:
             return admission
         if _cuts_question(plan, req, admission):
-            if self.can_run_list:
-                return AddReqResult.OTHER
             admission = AddReqResult.OTHER  # as if there were no room for the rows
         if self.can_run_list:
             if self.rem_chunk_tokens is None and not isinstance(admission, AddReqResult):

@@ -229,9 +229,8 @@ class ChunkScheduler(Scheduler):
         return len(self._deferred_input_requests) > 0
 
     def maybe_sleep_on_idle(self) -> None:
-        gate = self._chunks.gate
-        may_verify = gate is not None and not self.weight_updater.offload_tags
-        is_busy = may_verify and gate.queue.next(self.token_to_kv_pool_allocator.available_size()) is not None
+        gate = None if self.weight_updater.offload_tags else self._chunks.gate
+        is_busy = gate is not None and gate.queue.next(self.token_to_kv_pool_allocator.available_size()) is not None
         if not is_busy and not self._chunks.keeper.is_waiting:
             super().maybe_sleep_on_idle()
 

@@ -25,10 +25,9 @@ from chunk_cache.plan.selector_answer import SelectorAnswer, asks_selector
 from sglang_chunk_cache.flags.server_args import ChunkCacheArgs, refuse
 from sglang_chunk_cache.host.disaggregation import waiting
 from sglang_chunk_cache.request.chunk_request import PARAM_NAME, state_of
-from sglang_chunk_cache.selector.selector_client import SelectorClient, SelectorStartError
+from sglang_chunk_cache.selector.selector_client import SELECTOR_METERS, SelectorClient, SelectorStartError
 from sglang_chunk_cache.selector.selector_messages import SCORES
 from sglang_chunk_cache.telemetry.meters import Meters
-from sglang_chunk_cache.telemetry.selector_metrics import SELECTOR_METERS
 
 
 class ChunkCacheScores(BaseReq, kw_only=True):  # type: ignore[call-arg]  # a msgspec.Struct

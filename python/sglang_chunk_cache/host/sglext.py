@@ -30,9 +30,9 @@ def _open_types() -> None:
     for open_type in (protocol.SglExt, protocol.PromptTokensDetails):
         open_type.model_config["extra"] = "allow"
         open_type.model_rebuild(force=True)
-    for name in ("UsageInfo", "CompletionResponse", "CompletionStreamResponse", "ChatCompletionResponse"):
+    responses = (f"{kind}{stream}Response" for kind in ("Completion", "ChatCompletion") for stream in ("", "Stream"))
+    for name in ("UsageInfo", *responses):
         getattr(protocol, name).model_rebuild(force=True)
-    protocol.ChatCompletionStreamResponse.model_rebuild(force=True)
 
 
 def add_reply(response: Any, ret: list[dict[str, Any]], num_choices: int) -> Any:

@@ -58,20 +58,10 @@ class ChunkTokenizerManager(TokenizerManager):
         is_noted = request is not None and may_get_reply(obj, args)
         return Exchange.of(request).noting(outputs) if is_noted else outputs
 
-    def _create_tokenized_object(
-        self,
-        obj: Any,
-        input_text: Any,
-        input_ids: Any,
-        input_embeds: Any = None,
-        mm_inputs: Any = None,
-        token_type_ids: Any = None,
-    ) -> Any:
+    def _create_tokenized_object(self, obj: Any, *args: Any, **kwargs: Any) -> Any:
         """Moves the spans of chunks to where they stand once the image processor has put in the tokens of images."""
-        tokenized = super()._create_tokenized_object(
-            obj, input_text, input_ids, input_embeds, mm_inputs, token_type_ids
-        )
-        params = tokenized.sampling_params.custom_params
+        tokenized = super()._create_tokenized_object(obj, *args, **kwargs)
+        params, mm_inputs = tokenized.sampling_params.custom_params, tokenized.mm_inputs
         asked = params.get(KEY) if isinstance(params, dict) else None
         if mm_inputs is not None and obj.input_ids is not None and asked is not None:
             path = f"sampling_params.custom_params.{KEY}"

@@ -46,8 +46,7 @@ from sglang_chunk_cache.selector.selector_messages import (
     dumps,
     loads_reply,
 )
-from sglang_chunk_cache.telemetry.meters import Meters
-from sglang_chunk_cache.telemetry.selector_metrics import SELECTOR_METERS
+from sglang_chunk_cache.telemetry.meters import Meters, counter
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +57,17 @@ SILENT_S = 5.0
 MAX_PAUSE_S = 60.0
 """Most seconds before a process that ends again and again is started once more."""
 _WATCH_MS = 200
+
+SELECTOR_METERS = {
+    "answers": counter(
+        "selector_answers_total",
+        "Prompts that were shown to the selector, by reason; none where it gave scores.",
+        "reason",
+    ),
+    "seconds": counter("selector_seconds_total", "Seconds from such a question to its answer."),
+    "restarts": counter("selector_restarts_total", "Times that the selector's process was started again."),
+}
+"""Metrics of the process that asks the selector."""
 
 
 class SelectorStartError(RuntimeError):

@@ -9,8 +9,8 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from sglang_chunk_cache.api.capabilities import has_states
 from sglang_chunk_cache.flags.server_args import ChunkCacheArgs, refuse
-from sglang_chunk_cache.kv.state_models import has_states
 from sglang_chunk_cache.start.flag_rules import FlagRule, more_than_one, not_null, refuse_any, resolved
 
 logger = logging.getLogger(__name__)

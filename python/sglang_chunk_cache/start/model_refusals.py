@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from sglang_chunk_cache.api.capabilities import has_states
 from sglang_chunk_cache.flags.server_args import refuse
-from sglang_chunk_cache.kv.state_models import has_states
 
 SEES_IMAGES_BOTH_WAYS = {"Gemma3ForConditionalGeneration"}
 REUSES_IMAGES = {"Qwen2_5_VLForConditionalGeneration", "Qwen3VLForConditionalGeneration"}

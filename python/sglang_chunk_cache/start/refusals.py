@@ -23,9 +23,14 @@ from typing import Any, NoReturn
 from chunk_cache.options.config import Config
 from chunk_cache.options.event_config import port_problem
 from chunk_cache.prompt.chunk_cache_fields import KEY
-from sglang_chunk_cache.api.capabilities import check_default, divides_attention, what_fixes_rows, what_keeps_all
+from sglang_chunk_cache.api.capabilities import (
+    check_default,
+    divides_attention,
+    has_states,
+    what_fixes_rows,
+    what_keeps_all,
+)
 from sglang_chunk_cache.flags.server_args import ChunkCacheArgs, attached, change, refuse
-from sglang_chunk_cache.kv.state_models import has_states
 from sglang_chunk_cache.start.dp_attention_refusals import check_dp_attention
 from sglang_chunk_cache.start.flag_rules import FlagRule, more_than_one, not_null, refuse_any, resolved
 from sglang_chunk_cache.start.model_refusals import check_flashinfer, check_model, has_window_pool

@@ -13,10 +13,10 @@ from prometheus_client import REGISTRY
 
 from chunk_cache.advice import ADVICE, Level
 from chunk_cache.types import REASONS, Status
+from sglang_chunk_cache.selector.selector_client import SELECTOR_METERS
 from sglang_chunk_cache.telemetry.chunk_metrics import ChunkMetrics
 from sglang_chunk_cache.telemetry.gate_metrics import GateMetrics
 from sglang_chunk_cache.telemetry.meters import Meters
-from sglang_chunk_cache.telemetry.selector_metrics import SELECTOR_METERS
 from sglang_chunk_cache.telemetry.tier_metrics import TierMetrics
 
 FOLDER = Path(__file__).resolve().parents[3] / "docs" / "grafana"

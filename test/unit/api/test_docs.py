@@ -27,11 +27,11 @@ from chunk_cache_tools.train_selector.train_selector_command import main as trai
 from chunk_cache_tools.verify.verify_command import main as verify
 from chunk_cache_tools.warm.warm_command import main as warm
 from sglang_chunk_cache.kv.stored_variant import TIER_REASONS
+from sglang_chunk_cache.selector.selector_client import SELECTOR_METERS
 from sglang_chunk_cache.start import model_refusals, refusals
 from sglang_chunk_cache.telemetry.chunk_metrics import ChunkMetrics
 from sglang_chunk_cache.telemetry.gate_metrics import GateMetrics
 from sglang_chunk_cache.telemetry.meters import Meters
-from sglang_chunk_cache.telemetry.selector_metrics import SELECTOR_METERS
 from sglang_chunk_cache.telemetry.tier_metrics import TierMetrics
 from tiny_models import KINDS, architecture_of
 
