@@ -101,9 +101,7 @@ class ChunkScorer:
         read = yield from self._read(own_ids, (prefix,))
         chunk = ReadChunk(prefix_key, (prefix, read), tokens_of(main.text, encoded["offset_mapping"]), main)
         self._keep(key, chunk)
-        self._keep(
-            prefix_key, prefix
-        )  # after the chunks that hold it, so that it is dropped, and counted out, after them
+        self._keep(prefix_key, prefix)  # newer than the chunks that hold it, so they are dropped first
         yield chunk
 
     def score(self, question_ids: Sequence[int], chunks: Sequence[ReadChunk]) -> list[npt.NDArray[np.float32]]:
