@@ -16,7 +16,7 @@ from chunk_cache.events.event_log import POOL
 from chunk_cache.index.quota import Shares
 from chunk_cache.index.refresh import RefreshQueue
 from chunk_cache.index.transition_store import TransitionStore
-from chunk_cache.index.variant import NodeHome
+from chunk_cache.index.variant import SHOWN_ID_SECRET, NodeHome
 from chunk_cache.manager import ChunkManager
 from chunk_cache.methods import METHODS, Stage
 from chunk_cache.options.config import Config, describe
@@ -203,6 +203,8 @@ def create_runtime(cache: Any, args: ChunkCacheArgs, ctx: TreeCacheBuildContext)
     refresh = RefreshQueue(manager.index, config.refresh_uses)
     ranks = ranks_of_batch()
     rank, num_ranks = ranks.rank_in_group, ranks.world_size
+    if num_ranks > 1:
+        SHOWN_ID_SECRET[:] = ranks.all_gather_object(bytes(SHOWN_ID_SECRET))[0]
     is_counting = bool(cache._enable_metrics_flag) and rank == 0
     metrics = ChunkMetrics(enabled=is_counting)
     reduce_max = max_over_ranks(ranks.cpu_group) if num_ranks > 1 else of_one_rank

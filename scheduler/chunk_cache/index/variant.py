@@ -19,7 +19,8 @@ from typing import TypeAlias
 from chunk_cache.index.chunk_statistics import ChunkStatistics
 from chunk_cache.keys import Partition
 
-_SECRET = secrets.token_bytes(16)
+SHOWN_ID_SECRET = bytearray(secrets.token_bytes(16))
+"""Makes shown numbers unguessable; tensor-parallel ranks take that of the first, since their answers must agree."""
 _LENGTHS = [bytes((length,)) for length in range(256)]
 
 
@@ -28,7 +29,7 @@ def shown_id(variant_id: int) -> int:
 
     Ids of the index count the variants of all tenants: two of them would show how many others stored in between.
     """
-    digest = hashlib.blake2b(variant_id.to_bytes(8, "big"), digest_size=6, key=_SECRET).digest()
+    digest = hashlib.blake2b(variant_id.to_bytes(8, "big"), digest_size=6, key=SHOWN_ID_SECRET).digest()
     return int.from_bytes(digest, "big")
 
 
