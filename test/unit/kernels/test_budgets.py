@@ -28,7 +28,7 @@ OVER = {
     (89, "28/4 heads x 128, bfloat16"), (89, "14/2 heads x 64, bfloat16"),
     (89, "32/8 heads x 128, bfloat16 float8_e4m3fn"), (89, "32/8 heads x 128, bfloat16 float8_e5m2"),
     (100, "32/8 heads x 128, bfloat16 float8_e4m3fn"), (100, "8/4 heads x 256, bfloat16, cap 50, window 4095"),
-    (100, SINKS),
+    (100, SINKS), (100, "14/2 heads x 64, bfloat16"),
 }  # fmt: skip
 
 
