@@ -107,9 +107,8 @@ class TierLoader:
         self._estimated_s: dict[bytes, float] = {}
         self._preload: dict[bytes, int] = {}
         self._staged: dict[bytes, int] = {}
-        self._is_outdated: dict[bytes, bool] = {}  # of loads that run: whether something was deleted since they began
         self._num_wanting: dict[bytes, int] = {}  # requests; workers look at it
-        self._num_deletions = 0
+        self._num_deletions = 0  # what began before the last one may bring what was deleted
         self.num_staged_bytes = 0
         """Bytes of chunks that are there or under way, for requests that were not admitted yet."""
         self.estimates = Estimates()
@@ -252,7 +251,6 @@ class TierLoader:
         for found in (found for waiting in self._waiting.values() for found in waiting.outcome.values()):
             if found.stream is not None:
                 found.stream.fail("unavailable")
-        self._is_outdated = dict.fromkeys(self._is_outdated, True)
         self.clear()
 
     # Loads.
@@ -345,13 +343,12 @@ class TierLoader:
         if key not in self._staged:  # otherwise another request still holds what an earlier load found
             self._staged[key] = self._num_bytes(self._searches[key].chunk)
             self.num_staged_bytes += self._staged[key]
-        self._is_outdated[key] = False
         find = partial(self._find, self._searches[key], self._preload.get(key))
         listed = {tier.name: tier.ledger.entries_of(key) for tier in self._tiers}
-        self._workers.submit(find, partial(self._end, key, listed))
+        self._workers.submit(find, partial(self._end, key, listed, self._num_deletions))
 
-    def _end(self, key: bytes, listed: Mapping[str, Sequence[EntryId]], found: Found) -> None:
-        if self._is_outdated.pop(key):
+    def _end(self, key: bytes, listed: Mapping[str, Sequence[EntryId]], num_deletions: int, found: Found) -> None:
+        if num_deletions != self._num_deletions:
             found = UNWANTED
         # By a request that came since the worker looked; one that does without this load has no search.
         if found is UNWANTED and key in self._searches and self._num_wanting.get(key):
@@ -379,7 +376,7 @@ class TierLoader:
         for key, stream in streams.items():
             if stream.is_complete:
                 self._note_seconds(key, self._tier(stream.tier), stream.stored.info, stream.seconds)
-                if num_deletions == self._num_deletions:  # otherwise it may be what was deleted
+                if num_deletions == self._num_deletions:
                     self._writer.put(stream.stored, Moment.LOADED)
             elif stream.reason in BAD_ENTRY:
                 self._writer.forget(self._tier(stream.tier), stream.stored.info.entry_id)
