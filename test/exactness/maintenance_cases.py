@@ -13,7 +13,7 @@ from chunk_cache.index.variant import NodeHome, shown_id
 from chunk_cache.keys import Partition, chunk_key
 from exactness.cases import Prompt, Session
 from local_scheduler import Reply
-from sglang_chunk_cache.admin.scheduler_side import ChunkCacheEvictReq
+from sglang_chunk_cache.admin.scheduler_side import ChunkCacheEvictReq, ChunkCacheVariantsReq
 from sglang_chunk_cache.host.refresh import refresh_request
 
 __all__ = ["CASES", "Session"]
@@ -64,6 +64,13 @@ def case_refresh(s: Session) -> dict[str, Any]:
     after = [(v.generation, v.context) for v in variants_of(s, missed)]
     (hit,) = s.send(s.prompt([s.tokens(6), missed]), options={"explain": True})
     return {"fused": fused, "generations": generations, "after": after, "context": derived.context, "hit": hit}
+
+
+def case_administration(s: Session) -> dict[str, bool]:
+    """Whether all ranks answer requests of administration alike, by request."""
+    s.prime(s.chunks(40, 30))
+    asked = (ChunkCacheVariantsReq(), ChunkCacheVariantsReq(by_uses=True), ChunkCacheEvictReq(keys=[]))
+    return {repr(one): s.local.scheduler._request_dispatcher(one).agree for one in asked}
 
 
 def case_prepared(s: Session) -> dict[str, Any]:

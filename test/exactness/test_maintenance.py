@@ -227,3 +227,7 @@ def test_system_prompts_can_be_kept_apart() -> None:
     assert [chunks[0]["status"] for chunks in replies[:3]] == ["miss"] * 3
     assert [chunks[0]["reason"] for chunks in replies[:3]] == ["other_system"] * 3
     assert replies[3][1]["status"] == "hit"
+
+
+def test_all_ranks_answer_administration_alike() -> None:
+    assert set(outcome("administration", APART, tp_size=2).values()) == {True}
