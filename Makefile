@@ -30,8 +30,8 @@ BIN := .venv/bin
 PY := $(BIN)/python
 # Two processes share the tests: most of the time goes into imports, which use one core. Each needs about 6 GiB.
 TEST_JOBS ?= 2
-# Whoever is done takes tests from the other.
-SHARED := -n $(TEST_JOBS) --dist worksteal
+# Which tests stay together: pytest_xdist_make_scheduler in test/conftest.py.
+SHARED := -n $(TEST_JOBS)
 # The name holds the folder, so that an environment that came along with a copied tree is rebuilt, not trusted.
 STAMP := .venv/.installed-$(shell pwd | cksum | cut -d ' ' -f 1)
 CLIENTS_STAMP := $(STAMP:.venv/%=.venv-clients/%)
